@@ -1,0 +1,1 @@
+"""KDA and MLA kernels over a paged pool; importable as kvledger.kernels."""

@@ -1,0 +1,230 @@
+"""PrefillAdder: decides on paper who joins this round's prefill batch, and how much of whom.
+
+It owns no memory. Any allocator with `available_size()` and any cache with `full_evictable_size()` or
+`evictable_size()` will do; a cache that can lock and load back offers `inc_lock_ref(req)`, `dec_lock_ref(req)` and
+`init_load_back(req)` as well. Step numbers in comments are those of a node's round: 2 resume, 3 admit, 4 align,
+5 charge, 6 reserve, 7 state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Literal, Protocol
+
+from kvledger.arithmetic import align_chunk_end, ceil_tokens, floor_tokens
+from kvledger.ledger import ComputeLedger, Due, MemoryLedger
+from kvledger.rules import PRESETS, AccountingRules
+
+ChunkKind = Literal["whole", "truncated", "resumed"]
+
+
+class AddReqResult(StrEnum):
+    """The adder's answer: go on, memory is short, or a compute budget (or the one half-done place) is."""
+
+    CONTINUE = "CONTINUE"
+    NO_TOKEN = "NO_TOKEN"
+    OTHER = "OTHER"
+
+
+class PrefillRequest(Protocol):
+    """What the adder reads of a request; sizes in tokens.
+
+    `prefix_tokens` has its KV on the device: the usable device hit of a waiting request, or what a half-done one has
+    computed. `host_hit_tokens` follows it and must be loaded back.
+    """
+
+    @property
+    def rid(self) -> str: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def prefix_tokens(self) -> int: ...
+    @property
+    def host_hit_tokens(self) -> int: ...
+
+
+class Allocator(Protocol):
+    def available_size(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The part [start, end) of a request's prompt that this batch runs; `load_back` tokens were copied up before it."""
+
+    request: PrefillRequest
+    kind: ChunkKind
+    start: int
+    end: int
+    load_back: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
+
+
+def _nothing(_req: PrefillRequest) -> None:
+    """Stands in for a hook that the cache does not have."""
+
+
+class PrefillAdder:
+    """One round's admission: fresh offsets, `add_chunked_req` for the half-done request, `add_one_req` for each waiting.
+
+    Sizes are tokens. `rem_chunk_tokens` None turns chunking off, `rem_input_tokens` None lifts the prefill limit.
+    `tree_cache` needs `full_evictable_size()` (preferred, for hybrid pools) or `evictable_size()`. Only the deciding
+    rank reserves tails: a rank that replays a plan must not refuse what was admitted.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        tree_cache: Any,
+        token_to_kv_pool_allocator: Allocator,
+        *,
+        rem_input_tokens: int | None,
+        rem_chunk_tokens: int | None,
+        rules: AccountingRules | str = "tail-reserved",
+        checkpoint_align: int = 256,
+        first_token: int = 1,
+        deciding_rank: bool = True,
+    ) -> None:
+        self.page_size = page_size
+        self.rules = PRESETS[rules] if isinstance(rules, str) else rules
+        self.grid_tokens = self.rules.grid_tokens(page_size=page_size, node_align=checkpoint_align)
+        self.first_token = first_token
+        self.deciding_rank = deciding_rank
+        self.compute = ComputeLedger(rem_chunk_tokens, rem_input_tokens)
+        evictable: Callable[[], int] = getattr(tree_cache, "full_evictable_size", None) or tree_cache.evictable_size
+        available = token_to_kv_pool_allocator.available_size
+        self.memory = MemoryLedger(lambda: available() + evictable())
+        self._lock: Callable[[PrefillRequest], Any] = getattr(tree_cache, "inc_lock_ref", _nothing)
+        self._unlock: Callable[[PrefillRequest], Any] = getattr(tree_cache, "dec_lock_ref", _nothing)
+        self._load_back: Callable[[PrefillRequest], Any] = getattr(tree_cache, "init_load_back", _nothing)
+        self.can_run_list: list[Chunk] = []
+        self.chunked_req: PrefillRequest | None = None
+        self.forced = False
+        self.deferred = False
+
+    @property
+    def rem_total_tokens(self) -> int:
+        return self.memory.rem_total_tokens
+
+    @property
+    def cur_rem_tokens(self) -> int:
+        return self.memory.cur_rem_tokens
+
+    @property
+    def rem_chunk_tokens(self) -> int | None:
+        return self.compute.rem_chunk_tokens
+
+    @property
+    def rem_input_tokens(self) -> int | None:
+        return self.compute.rem_input_tokens
+
+    def budget_state(self) -> AddReqResult:
+        """Step 7: may another candidate be looked at?"""
+        if self.rem_total_tokens <= 0 or self.cur_rem_tokens <= 0:
+            return AddReqResult.NO_TOKEN
+        return AddReqResult.OTHER if self.compute.exhausted else AddReqResult.CONTINUE
+
+    def add_chunked_req(self, req: PrefillRequest) -> PrefillRequest | None:
+        """Step 2: the half-done request goes on before anyone else. Returns it if it is still half done, else None."""
+        left = req.prompt_tokens - req.prefix_tokens
+        tokens = self._resumable_tokens(left)
+        if tokens is None:
+            self.deferred = True
+            self.chunked_req = req
+            self._reserve(req, left)
+            return req
+        cut = tokens < left
+        if cut:
+            tokens = align_chunk_end(req.prefix_tokens, tokens, self.grid_tokens)
+        self._add(req, "resumed", req.prefix_tokens, tokens, final=not cut)
+        self.chunked_req = req if cut else None
+        return self.chunked_req
+
+    def _resumable_tokens(self, left: int) -> int | None:
+        """How much of the `left` tokens may run now; None defers. What remains decides, until nothing does."""
+        budget = self.rem_total_tokens
+        if self.rem_chunk_tokens is not None:
+            budget = min(self.rem_chunk_tokens, budget)
+        if budget <= 0:
+            if self.rules.on_shortage == "defer":
+                return None
+            self.forced = True
+            budget = left if self.rem_chunk_tokens is None else self.rem_chunk_tokens
+        return min(budget, left)
+
+    def add_one_req(self, req: PrefillRequest) -> AddReqResult:
+        """Step 3: decide one waiting request, on paper first; a refusal leaves no lock, no load-back and no promise."""
+        self._lock(req)
+        tokens = self._admissible_tokens(req)
+        if isinstance(tokens, AddReqResult):
+            self._unlock(req)
+            return tokens
+        start = req.prefix_tokens + req.host_hit_tokens
+        cut = start + tokens < req.prompt_tokens
+        load_back = req.host_hit_tokens
+        if load_back:
+            self._load_back(req)
+        self._add(req, "truncated" if cut else "whole", start, tokens, final=not cut, load_back=load_back)
+        if cut:
+            self.chunked_req = req
+        return self.budget_state()
+
+    def _admissible_tokens(self, req: PrefillRequest) -> int | AddReqResult:
+        """Tokens of `req` to run in this batch, or the reason for its refusal; its device part is locked already."""
+        if not self._needed_tokens(req) < self.rem_total_tokens:
+            return AddReqResult.NO_TOKEN
+        left = req.prompt_tokens - req.prefix_tokens - req.host_hit_tokens
+        left_ceiled = ceil_tokens(left, self.page_size)
+        if self.rem_chunk_tokens is None:
+            too_long = self.rem_input_tokens is not None and left_ceiled >= self.rem_input_tokens
+            return AddReqResult.OTHER if too_long and self.can_run_list else left
+        if left_ceiled <= self.rem_chunk_tokens:
+            return left
+        return self._truncated_tokens(req, self.rem_chunk_tokens)
+
+    def _needed_tokens(self, req: PrefillRequest) -> int:
+        """The gate: all that `req` will ever take from the pool here, host hit included, and a page of slack."""
+        return req.prompt_tokens - req.prefix_tokens + self.first_token + self.page_size
+
+    def _truncated_tokens(self, req: PrefillRequest, rem_chunk_tokens: int) -> int | AddReqResult:
+        tokens = floor_tokens(rem_chunk_tokens, self.page_size)
+        if self.rules.truncation_align is not None:
+            tokens = floor_tokens(tokens, self.rules.truncation_align)
+        if tokens <= 0 or self.chunked_req is not None:
+            return AddReqResult.OTHER
+        return align_chunk_end(req.prefix_tokens + req.host_hit_tokens, tokens, self.grid_tokens)
+
+    def _add(
+        self, req: PrefillRequest, kind: ChunkKind, start: int, tokens: int, *, final: bool, load_back: int = 0
+    ) -> None:
+        self.can_run_list.append(Chunk(req, kind, start, start + tokens, load_back))
+        self._charge(req, tokens, final=final)
+        if not final:
+            self._cut(req, req.prompt_tokens - start - tokens)
+
+    def _charge(self, req: PrefillRequest, tokens: int, *, final: bool) -> None:
+        """Step 5: the chunk in whole pages and a page of slack now; the first token later, once the prompt is done."""
+        chunk_tokens = ceil_tokens(tokens, self.page_size)
+        self.memory.promise(req.rid, "chunk", chunk_tokens, Due.NOW)
+        self.memory.promise(req.rid, "page_overhead", self.page_size, Due.NOW)
+        if final:
+            self.memory.promise(req.rid, "first_token", self.first_token, Due.LATER)
+        self.compute.spend(chunk_tokens)
+
+    def _cut(self, req: PrefillRequest, tail_tokens: int) -> None:
+        """What a cut does to the books: the tail is reserved, or the chunk budget is given up, or (upstream) nothing."""
+        if self.rules.reserve_tail:
+            self._reserve(req, tail_tokens)
+        if self.rules.spend_gap:
+            self.compute.spend_gap()
+
+    def _reserve(self, req: PrefillRequest, tail_tokens: int) -> None:
+        """Step 6: the tail, page-ceiled, and the first token, both due in later rounds."""
+        if tail_tokens <= 0 or not self.deciding_rank:
+            return
+        self.memory.promise(req.rid, "tail", ceil_tokens(tail_tokens, self.page_size), Due.LATER)
+        self.memory.promise(req.rid, "first_token", self.first_token, Due.LATER)

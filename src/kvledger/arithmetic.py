@@ -1,0 +1,28 @@
+"""Page and grid arithmetic. Token counts in, token or page counts out; every division says which way it rounds."""
+
+from __future__ import annotations
+
+
+def ceil_pages(tokens: int, page_size: int) -> int:
+    """Pages that `tokens` slots occupy, rounded up."""
+    return -(-tokens // page_size)
+
+
+def ceil_tokens(tokens: int, page_size: int) -> int:
+    """`tokens` rounded up to whole pages, in tokens."""
+    return -(-tokens // page_size) * page_size
+
+
+def floor_tokens(tokens: int, unit: int) -> int:
+    """`tokens` rounded down to a multiple of `unit` (a page, a checkpoint grid, a split size), in tokens."""
+    return tokens // unit * unit
+
+
+def align_chunk_end(start: int, tokens: int, checkpoint_align: int) -> int:
+    """Length in tokens of a non-final chunk [start, start + tokens) once its end is rounded down to the grid.
+
+    Where the rounded end would fall back to `start` or before it, the length stays as it was: a chunk that cannot
+    reach the grid must still move.
+    """
+    end = floor_tokens(start + tokens, checkpoint_align)
+    return end - start if end > start else tokens

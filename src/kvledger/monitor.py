@@ -1,0 +1,90 @@
+"""The monitor that asks every invariant at its moments while a replay runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvledger.invariants import INVARIANTS, Evidence, Invariant
+from kvledger.node import NodeSettings, PrefillNode
+from kvledger.record import Decision, RoundRecord
+from kvledger.replay import Broken, Monitor, Outcome, Stuck, Target, TargetFactory, replay
+from kvledger.rules import AccountingRules
+from kvledger.trace import Abort, Event, Trace, Transferred
+
+
+class InvariantMonitor(Monitor):
+    """Asks each invariant at its moments and keeps the first time it does not hold."""
+
+    def __init__(self, invariants: Iterable[Invariant] = INVARIANTS) -> None:
+        super().__init__()
+        self._pending: dict[str, list[Invariant]] = {}
+        for invariant in invariants:
+            self._pending.setdefault(invariant.when, []).append(invariant)
+        self.skipped: list[str] = []
+        self._round = self._rounds_ended = 0
+
+    def attach(self, target: Target, settings: NodeSettings, rules: AccountingRules) -> None:
+        self._target = target
+        for when, invariants in self._pending.items():
+            able = [invariant for invariant in invariants if invariant.needs <= target.capabilities]
+            self.skipped += [invariant.name for invariant in invariants if invariant not in able]
+            self._pending[when] = able
+        snapshot = target.snapshot()
+        self.evidence = Evidence(settings, rules, snapshot, snapshot)
+
+    def before_decision(self) -> None:
+        self.evidence.before = self.evidence.after
+
+    def after_decision(self, decision: Decision) -> None:
+        self._look()
+        self._round = self._rounds_ended + 1
+        self._ask("decision", decision)
+        self.evidence.earlier.append(decision)
+
+    def after_round(self, record: RoundRecord) -> None:
+        self._look()
+        self._round = self._rounds_ended = record.round
+        self._ask("round", record)
+        if record.failure is None:
+            self._ask("event")
+        self.evidence.computed.update((d.request, d.end) for d in record.joined)
+        for d in record.joined:
+            if not d.tail_tokens:
+                self.evidence.computed.pop(d.request)
+        self.evidence.earlier = []
+
+    def after_event(self, event: Event) -> None:
+        if isinstance(event, (Abort, Transferred)):
+            self.evidence.computed.pop(event.request, None)
+        self._look()
+        self._ask("event")
+
+    def at_rest(self) -> None:
+        self._look()
+        self._ask("rest")
+
+    def stuck(self, stuck: Stuck) -> None:
+        self._look()
+        self._ask("stuck", stuck)
+
+    def _look(self) -> None:
+        self.evidence.after = self._target.snapshot()
+
+    def _ask(self, when: str, *facts: object) -> None:
+        """First findings only: what follows from a broken promise would bury it."""
+        for invariant in tuple(self._pending.get(when, ())):
+            finding = invariant.check(self.evidence, *facts)
+            if finding is not None:
+                self._pending[when].remove(invariant)
+                self.broken.append(Broken(invariant.name, self._round, finding.request, finding.message))
+
+
+def checked_replay(
+    trace: Trace,
+    rules: AccountingRules | None = None,
+    *,
+    target: TargetFactory = PrefillNode,
+    source: str = "trace",
+) -> Outcome:
+    """`replay` with every invariant asked. TraceError names an event that cannot happen."""
+    return replay(trace, rules, target=target, monitor=InvariantMonitor(), source=source)

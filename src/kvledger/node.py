@@ -1,0 +1,403 @@
+"""A prefill node of a disaggregated deployment: it prefills, hands the KV over, and decodes nothing.
+
+`run_round` is the pinned round: open fresh books, resume the half-done request, admit from the queue, and only then
+allocate and run. Step numbers in comments are those of the design.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvledger.adder import AddReqResult, Chunk, PrefillAdder
+from kvledger.arithmetic import ceil_pages, floor_tokens
+from kvledger.ledger import Due
+from kvledger.pool import OutOfPages, PagePool, PrefillOutOfMemory
+from kvledger.radix import CachedPage, PrefixTree
+from kvledger.record import AllocationFailure, Decision, DecisionKind, LiveRequest, RoundRecord, Snapshot
+from kvledger.request import Prompt, Request, RequestState
+from kvledger.rules import AccountingRules
+
+FIRST_TOKEN = 1
+"""A prefill node makes one token per request; the rest of the output is the decode node's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """A node's sizes in tokens. None: chunking off, no prefill limit, no host limit; host_tokens 0: no host tier."""
+
+    page_size: int
+    checkpoint_align: int
+    chunked_prefill_size: int | None
+    max_prefill_tokens: int | None
+    pool_tokens: int
+    host_tokens: int | None
+
+    @property
+    def pool_pages(self) -> int:
+        """Whole pages in the pool, rounded down."""
+        return self.pool_tokens // self.page_size
+
+    @property
+    def host_pages(self) -> int | None:
+        return None if self.host_tokens is None else self.host_tokens // self.page_size
+
+
+@dataclass(slots=True)
+class Held:
+    """Slots that something outside the trace took, and the pages they occupy."""
+
+    tokens: int = 0
+    pages: list[int] = field(default_factory=list)
+
+
+class Watcher:
+    """Told of each decision while the node stands still; the default watches nothing."""
+
+    def before_decision(self) -> None: ...
+    def after_decision(self, decision: Decision) -> None: ...
+
+
+class PrefillNode:
+    """The project's own scheduler, pool and prefix cache. Names of requests are unique over its life."""
+
+    capabilities = frozenset({"offsets", "decisions", "pages"})
+
+    def __init__(self, settings: NodeSettings, rules: AccountingRules, watcher: Watcher | None = None) -> None:
+        self.settings = settings
+        self.rules = rules
+        self.watcher = watcher or Watcher()
+        self.page_size = settings.page_size
+        self.grid_tokens = rules.grid_tokens(page_size=settings.page_size, node_align=settings.checkpoint_align)
+        self.pool = PagePool(settings.pool_pages, settings.page_size)
+        self.tree = PrefixTree(self.pool, settings.host_pages)
+        self.waiting: dict[str, Request] = {}
+        self.chunked_req: Request | None = None
+        self.live: dict[str, Request] = {}
+        self.held: dict[str, Held] = {}
+        self.rounds = 0
+        self._unsettled: PrefillAdder | None = None
+
+    # --- what arrives from outside
+
+    def submit(self, rid: str, prompt: Prompt) -> str | None:
+        """Queue a request, or say why it could never be admitted: the entry asks what the gate will ask."""
+        need = prompt.tokens + FIRST_TOKEN + self.page_size
+        pool_tokens = self.settings.pool_pages * self.page_size
+        if not need < pool_tokens:
+            return (
+                f"prompt {prompt.tokens} + first token {FIRST_TOKEN} + page {self.page_size} = {need} tokens is not "
+                f"below the empty pool's {pool_tokens}"
+            )
+        self.waiting[rid] = Request(rid, prompt)
+        return None
+
+    def transferred(self, rid: str) -> None:
+        """The decode node has the KV: an in-flight request ends. For any other nothing happens."""
+        request = self.live.get(rid)
+        if request is not None and request.state is RequestState.IN_FLIGHT:
+            self._end(request)
+
+    def abort(self, rid: str) -> None:
+        """End a request wherever it is; nothing happens if it has ended already."""
+        if self.waiting.pop(rid, None) is None and rid in self.live:
+            self._end(self.live[rid])
+
+    def cache_on_device(self, prompt: Prompt, *, locked: bool) -> None:
+        """Put a prompt's full pages on the device; `locked` ones stay so. OutOfPages if they do not fit."""
+        keys = prompt.page_keys(self.page_size)
+        on_device = [cached for cached in self.tree.match(keys) if cached.page is not None]
+        self.tree.lock(on_device)
+        try:
+            pages = self.tree.allocate(len(keys) - len(on_device))
+        except OutOfPages:
+            self.tree.unlock(on_device)
+            raise
+        parent = on_device[-1] if on_device else self.tree.root
+        path = on_device + self.tree.insert(parent, keys[len(on_device) :], pages)
+        self.tree.touch(path)
+        if locked:
+            for cached in path:
+                cached.pinned_refs += 1
+        else:
+            self.tree.unlock(path)
+
+    def cache_on_host(self, prompt: Prompt) -> None:
+        self.tree.insert_on_host(prompt.page_keys(self.page_size))
+
+    def hold(self, name: str, tokens: int) -> None:
+        """Take plain slots, rounded up to pages, out of the pool. OutOfPages if there are not as many."""
+        pages = self.tree.allocate(ceil_pages(tokens, self.page_size))
+        held = self.held.setdefault(name, Held())
+        held.tokens += tokens
+        held.pages += pages
+
+    def release(self, name: str, tokens: int | None = None) -> None:
+        """Give held slots back: all of them, or `tokens`, keeping whole pages for the rest."""
+        held = self.held.get(name, Held())
+        held.tokens = 0 if tokens is None else max(0, held.tokens - tokens)
+        keep_pages = ceil_pages(held.tokens, self.page_size)
+        self.pool.free(held.pages[keep_pages:])
+        del held.pages[keep_pages:]
+
+    # --- one round
+
+    def run_round(self) -> RoundRecord:
+        """Steps 1 to 9. A failed allocation is in the record; the node is of no use after it."""
+        self.rounds += 1
+        counters = self._counters()
+        adder = self._unsettled = self._open_books()
+        decisions: list[Decision] = []
+        failure: PrefillOutOfMemory | None = None
+        batch_is_full = False
+        try:
+            self._resume(adder, decisions)
+            batch_is_full = self._admit(adder, decisions)
+        except PrefillOutOfMemory as error:
+            failure = error
+        figures = self._figures(adder)
+        state, promises = adder.budget_state(), tuple(adder.memory.entries())
+        if failure is None:
+            failure = self._allocate_batch(adder)
+        if failure is None:
+            self._run_batch(adder)
+        evicted_pages, dropped_pages, shared_pages = (
+            after - before for before, after in zip(counters, self._counters(), strict=True)
+        )
+        return RoundRecord(
+            round=self.rounds,
+            baseline=figures["baseline"],
+            rem_total_tokens=figures["rem_total_tokens"],
+            cur_rem_tokens=figures["cur_rem_tokens"],
+            rem_chunk_tokens=adder.rem_chunk_tokens,
+            budget_state=state,
+            batch_is_full=batch_is_full,
+            decisions=tuple(decisions),
+            promises=promises,
+            free=self.pool.available_size(),
+            evictable=self.tree.evictable_size(),
+            protected=self.tree.protected_size(),
+            evicted_pages=evicted_pages,
+            dropped_pages=dropped_pages,
+            shared_pages=shared_pages,
+            failure=failure and _failure_record(failure),
+        )
+
+    def _open_books(self) -> PrefillAdder:
+        """Step 1: both offsets 0, full compute budgets."""
+        return PrefillAdder(
+            self.page_size,
+            self.tree,
+            self.pool,
+            rem_input_tokens=self.settings.max_prefill_tokens,
+            rem_chunk_tokens=self.settings.chunked_prefill_size,
+            rules=self.rules,
+            checkpoint_align=self.settings.checkpoint_align,
+            first_token=FIRST_TOKEN,
+        )
+
+    def _resume(self, adder: PrefillAdder, decisions: list[Decision]) -> None:
+        """Step 2."""
+        request = self.chunked_req
+        if request is None:
+            return
+        self.watcher.before_decision()
+        adder.add_chunked_req(request)
+        kind: DecisionKind = "deferred" if adder.deferred else "resumed"
+        self._decided(adder, decisions, request, kind)
+
+    def _admit(self, adder: PrefillAdder, decisions: list[Decision]) -> bool:
+        """Step 3: the queue, until an answer that is not CONTINUE. Says whether memory was what ended it."""
+        state = AddReqResult.CONTINUE
+        admitted: list[Request] = []
+        for request in self.waiting.values():
+            if adder.can_run_list:
+                state = adder.budget_state()
+            if state is AddReqResult.CONTINUE:
+                state, joined = self._decide(adder, decisions, request)
+                if joined:
+                    admitted.append(request)
+            if state is not AddReqResult.CONTINUE:
+                break
+        for request in admitted:
+            del self.waiting[request.rid]
+        return state is AddReqResult.NO_TOKEN
+
+    def _decide(
+        self, adder: PrefillAdder, decisions: list[Decision], request: Request
+    ) -> tuple[AddReqResult, bool]:
+        """One candidate: match, ask the adder, and on admission give it its cached pages."""
+        self._match(request)
+        newly_locked_pages = sum(1 for cached in request.device_hit if not cached.lock_refs)
+        self.watcher.before_decision()
+        batch_before = len(adder.can_run_list)
+        try:
+            state = adder.add_one_req(request)
+        except OutOfPages as error:
+            raise PrefillOutOfMemory(
+                request.rid, request.host_hit_tokens, error.free_tokens, error.evictable_tokens
+            ) from error
+        joined = len(adder.can_run_list) > batch_before
+        if joined:
+            self._take_hit(request)
+        kind: DecisionKind = adder.can_run_list[-1].kind if joined else "refused"
+        self._decided(
+            adder,
+            decisions,
+            request,
+            kind,
+            reason=None if joined else state,
+            newly_locked_tokens=newly_locked_pages * self.page_size,
+        )
+        return state, joined
+
+    def _match(self, request: Request) -> None:
+        """The usable hit: full pages without the last token, device first, floored to the grid where state is saved."""
+        keys = request.prompt.page_keys(self.page_size)[: (request.prompt_tokens - 1) // self.page_size]
+        found = self.tree.match(keys)
+        usable = found[: floor_tokens(len(found) * self.page_size, self.grid_tokens) // self.page_size]
+        request.device_hit = [cached for cached in usable if cached.page is not None]
+        request.host_hit = usable[len(request.device_hit) :]
+        request.prefix_tokens = len(request.device_hit) * self.page_size
+        request.host_hit_tokens = len(request.host_hit) * self.page_size
+
+    def _take_hit(self, request: Request) -> None:
+        """An admitted request owns its hit: locked, used just now, first in its page table."""
+        self.tree.touch(request.device_hit + request.host_hit)
+        request.locked = request.device_hit + request.host_hit
+        request.pages = [_device_page(cached) for cached in request.locked]
+        request.prefix_tokens += request.host_hit_tokens
+        request.host_hit_tokens = 0
+        request.device_hit, request.host_hit = [], []
+        request.state = RequestState.ADMITTED
+        self.live[request.rid] = request
+
+    def _allocate_batch(self, adder: PrefillAdder) -> PrefillOutOfMemory | None:
+        """Step 8, in batch order. Stops at the first chunk that finds too few slots."""
+        for chunk in adder.can_run_list:
+            request = self.live[chunk.request.rid]
+            try:
+                self._allocate(request, chunk)
+            except OutOfPages as error:
+                return PrefillOutOfMemory(request.rid, chunk.tokens, error.free_tokens, error.evictable_tokens)
+            adder.memory.settle(request.rid)
+        return None
+
+    def _allocate(self, request: Request, chunk: Chunk) -> None:
+        """Pages from ceil(start) to ceil(end): a chunk that starts inside a page goes on in it."""
+        pages = ceil_pages(chunk.end, self.page_size) - ceil_pages(chunk.start, self.page_size)
+        request.pages.extend(self.tree.allocate(pages))
+
+    def _run_batch(self, adder: PrefillAdder) -> None:
+        """Step 9: every chunk's full pages become cached; a finished prompt is in flight."""
+        self.chunked_req = self.live[adder.chunked_req.rid] if adder.chunked_req is not None else None
+        for chunk in adder.can_run_list:
+            request = self.live[chunk.request.rid]
+            request.prefix_tokens = chunk.end
+            self._cache_full_pages(request)
+            if chunk.end == request.prompt_tokens:
+                request.state = RequestState.IN_FLIGHT
+
+    def _cache_full_pages(self, request: Request) -> None:
+        first, end = request.shared_pages, request.prefix_tokens // self.page_size
+        keys = request.prompt.page_keys(self.page_size)[first:end]
+        parent = request.locked[-1] if request.locked else self.tree.root
+        path = self.tree.insert(parent, keys, request.pages[first:end])
+        request.locked.extend(path)
+        request.pages[first:end] = [_device_page(cached) for cached in path]
+
+    def _end(self, request: Request) -> None:
+        """The request's lock goes, its cached pages become evictable, its partly filled last page is freed."""
+        self.tree.unlock(request.locked)
+        self.pool.free(request.pages[request.shared_pages :])
+        request.state = RequestState.ENDED
+        del self.live[request.rid]
+        if self.chunked_req is request:
+            self.chunked_req = None
+
+    # --- what the outside may see
+
+    @property
+    def has_work(self) -> bool:
+        """Something is waiting or half done."""
+        return bool(self.waiting) or self.chunked_req is not None
+
+    def in_flight(self) -> tuple[str, ...]:
+        """Names of requests whose KV is being sent, in admission order."""
+        return tuple(rid for rid, request in self.live.items() if request.state is RequestState.IN_FLIGHT)
+
+    def _decided(
+        self,
+        adder: PrefillAdder,
+        decisions: list[Decision],
+        request: Request,
+        kind: DecisionKind,
+        *,
+        reason: AddReqResult | None = None,
+        newly_locked_tokens: int = 0,
+    ) -> None:
+        chunk = adder.can_run_list[-1] if kind not in ("refused", "deferred") else None
+        start = request.prefix_tokens
+        decision = Decision(
+            request=request.rid,
+            kind=kind,
+            prompt_tokens=request.prompt_tokens,
+            prefix_tokens=request.prefix_tokens - (chunk.load_back if chunk else 0),
+            start=chunk.start if chunk else start,
+            end=chunk.end if chunk else start,
+            load_back=chunk.load_back if chunk else 0,
+            newly_locked_tokens=newly_locked_tokens,
+            reason=reason,
+            forced=adder.forced and kind == "resumed",
+            rem_chunk_tokens=adder.rem_chunk_tokens,
+            rem_input_tokens=adder.rem_input_tokens,
+            **self._figures(adder),
+        )
+        decisions.append(decision)
+        self.watcher.after_decision(decision)
+
+    def _figures(self, adder: PrefillAdder) -> dict[str, int]:
+        return {
+            "baseline": adder.memory.baseline,
+            "rem_total_tokens": adder.rem_total_tokens,
+            "cur_rem_tokens": adder.cur_rem_tokens,
+        }
+
+    def _counters(self) -> tuple[int, int, int]:
+        return self.tree.evicted_pages, self.tree.dropped_pages, self.tree.shared_pages
+
+    def snapshot(self) -> Snapshot:
+        unsettled = self._unsettled.memory.entries() if self._unsettled is not None else ()
+        return Snapshot(
+            page_size=self.page_size,
+            pool_pages=self.settings.pool_pages,
+            released=self.pool.released(),
+            never_used=self.pool.never_used(),
+            cached=tuple(
+                (page.page, page.lock_refs, page.pinned_refs, page.last_used) for page in self.tree.cached_pages()
+            ),
+            live=tuple(_live_view(request) for request in self.live.values()),
+            waiting=tuple(self.waiting),
+            held=tuple(page for held in self.held.values() for page in held.pages),
+            open_promises=tuple(promise for promise in unsettled if promise.due is Due.NOW),
+        )
+
+
+def _device_page(cached: CachedPage) -> int:
+    assert cached.page is not None, f"cached page {cached.serial} of a request is not on the device"
+    return cached.page
+
+
+def _live_view(request: Request) -> LiveRequest:
+    return LiveRequest(
+        request.rid,
+        request.prompt_tokens,
+        tuple(request.pages),
+        request.shared_pages,
+        request.state is RequestState.IN_FLIGHT,
+    )
+
+
+def _failure_record(error: PrefillOutOfMemory) -> AllocationFailure:
+    return AllocationFailure(
+        error.request, error.wanted_tokens, error.free_tokens, error.evictable_tokens, str(error)
+    )

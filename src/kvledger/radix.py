@@ -1,0 +1,247 @@
+"""The prefix tree: one node a page, on the device or on the host, with lock references and LRU leaf eviction.
+
+    root - [page 7, lock 1] - [page 3, lock 1] - [page 9] - (host) - (host)
+            protected          protected          evictable   must be loaded back
+
+On any path the device pages come first. A lock counts on every page from the root down, so an unlocked page never has
+a locked one below it, and all unlocked device pages can go, leaves first.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+from kvledger.pool import OutOfPages, PagePool
+from kvledger.request import Request
+
+
+class CachedPage:
+    """One full page of a prefix. `page` is its device page number, None while it is only on the host."""
+
+    __slots__ = ("children", "device_children", "key", "last_used", "lock_refs", "page", "parent", "pinned_refs", "serial")
+
+    def __init__(self, key: Hashable, parent: CachedPage | None, serial: int) -> None:
+        self.key = key
+        self.parent = parent
+        self.serial = serial
+        self.children: dict[Hashable, CachedPage] = {}
+        self.device_children = 0
+        self.page: int | None = None
+        self.lock_refs = 0
+        self.pinned_refs = 0
+        self.last_used = 0
+
+
+class LeafQueue:
+    """Leaves by recency. Entries go stale when their page is used, locked or grows a child, and are dropped when met."""
+
+    def __init__(self, is_leaf: Callable[[CachedPage], bool]) -> None:
+        self._is_leaf = is_leaf
+        self._heap: list[tuple[int, int, CachedPage]] = []
+        self._compact_at = 64
+
+    def offer(self, page: CachedPage) -> None:
+        if self._is_leaf(page):
+            heapq.heappush(self._heap, (page.last_used, page.serial, page))
+            if len(self._heap) > self._compact_at:
+                self._compact()
+
+    def pop(self) -> CachedPage | None:
+        """The least recently used leaf, or None."""
+        while self._heap:
+            last_used, _, page = heapq.heappop(self._heap)
+            if page.last_used == last_used and self._is_leaf(page):
+                return page
+        return None
+
+    def _compact(self) -> None:
+        """Drop what is stale, so that the queue stays within twice the number of its leaves."""
+        fresh = {page: (used, serial, page) for used, serial, page in self._heap if page.last_used == used}
+        self._heap = [entry for page, entry in fresh.items() if self._is_leaf(page)]
+        heapq.heapify(self._heap)
+        self._compact_at = 2 * len(self._heap) + 64
+
+
+def _is_device_leaf(page: CachedPage) -> bool:
+    return page.page is not None and not page.lock_refs and not page.device_children
+
+
+def _is_host_leaf(page: CachedPage) -> bool:
+    return page.page is None and page.parent is not None and not page.lock_refs and not page.children
+
+
+class PrefixTree:
+    """Prefixes over a device pool and a host tier of `host_pages` (None: no limit); counts in pages, sizes in tokens."""
+
+    def __init__(self, pool: PagePool, host_pages: int | None) -> None:
+        self.pool = pool
+        self.page_size = pool.page_size
+        self.host_limit_pages = host_pages
+        self.root = CachedPage(None, None, 0)
+        self.evictable_pages = 0
+        self.protected_pages = 0
+        self.host_pages = 0
+        self.evicted_pages = 0
+        self.dropped_pages = 0
+        self.shared_pages = 0
+        self._clock = 0
+        self._serial = 0
+        self._cached: dict[int, CachedPage] = {}
+        self._device_leaves = LeafQueue(_is_device_leaf)
+        self._host_leaves = LeafQueue(_is_host_leaf)
+
+    # --- sizes and lookups
+
+    def evictable_size(self) -> int:
+        """Cached slots that no lock protects, in tokens."""
+        return self.evictable_pages * self.page_size
+
+    def protected_size(self) -> int:
+        return self.protected_pages * self.page_size
+
+    def cached_pages(self) -> Iterable[CachedPage]:
+        return self._cached.values()
+
+    def match(self, keys: Sequence[Hashable]) -> list[CachedPage]:
+        """The run of cached pages from the root on: device pages first, then host pages. Touches nothing."""
+        found: list[CachedPage] = []
+        here = self.root
+        for key in keys:
+            child = here.children.get(key)
+            if child is None:
+                break
+            found.append(child)
+            here = child
+        return found
+
+    # --- the hooks that PrefillAdder calls
+
+    def inc_lock_ref(self, req: Request) -> None:
+        self.lock(req.device_hit)
+
+    def dec_lock_ref(self, req: Request) -> None:
+        self.unlock(req.device_hit)
+
+    def init_load_back(self, req: Request) -> None:
+        """Copy the request's host hit up: its slots are allocated here and now, and locked."""
+        self.load_back(req.host_hit)
+
+    # --- locks and recency
+
+    def lock(self, path: Iterable[CachedPage]) -> None:
+        for cached in path:
+            cached.lock_refs += 1
+            if cached.lock_refs == 1 and cached.page is not None:
+                self.evictable_pages -= 1
+                self.protected_pages += 1
+
+    def unlock(self, path: Sequence[CachedPage]) -> None:
+        for cached in path:
+            cached.lock_refs -= 1
+            if not cached.lock_refs and cached.page is not None:
+                self.protected_pages -= 1
+                self.evictable_pages += 1
+                self._device_leaves.offer(cached)
+
+    def touch(self, path: Iterable[CachedPage]) -> None:
+        """Recency: these were inserted, loaded back or locked by an admission just now."""
+        self._clock += 1
+        for cached in path:
+            cached.last_used = self._clock
+            if not cached.lock_refs:
+                (self._host_leaves if cached.page is None else self._device_leaves).offer(cached)
+
+    # --- allocation and eviction
+
+    def allocate(self, pages: int) -> list[int]:
+        """Take `pages` from the pool, evicting the least recently used unlocked leaves if it must; else OutOfPages."""
+        shortage_pages = pages - self.pool.free_pages
+        if shortage_pages > self.evictable_pages:
+            raise OutOfPages(pages * self.page_size, self.pool.available_size(), self.evictable_size())
+        for _ in range(shortage_pages):
+            self._evict_one()
+        return self.pool.alloc(pages)
+
+    def _evict_one(self) -> None:
+        victim = self._device_leaves.pop()
+        assert victim is not None, f"{self.evictable_pages} pages count as evictable, but no leaf is"
+        assert victim.page is not None and victim.parent is not None
+        self.pool.free([victim.page])
+        victim.page = None
+        self.evictable_pages -= 1
+        self.evicted_pages += 1
+        self._lost_device_child(victim.parent)
+        self.host_pages += 1
+        self._host_leaves.offer(victim)
+        self._trim_host()
+
+    def _lost_device_child(self, parent: CachedPage) -> None:
+        parent.device_children -= 1
+        self._device_leaves.offer(parent)
+
+    def _trim_host(self) -> None:
+        """Drop the least recently used host pages beyond the host's limit; what is being loaded back stays."""
+        while self.host_limit_pages is not None and self.host_pages > self.host_limit_pages:
+            victim = self._host_leaves.pop()
+            assert victim is not None and victim.parent is not None, f"{self.host_pages} host pages, but no leaf"
+            del victim.parent.children[victim.key]
+            del self._cached[victim.serial]
+            self.host_pages -= 1
+            self.dropped_pages += 1
+            self._host_leaves.offer(victim.parent)
+
+    # --- growth
+
+    def load_back(self, path: Sequence[CachedPage]) -> None:
+        """Move host pages to newly allocated device pages, locked before anything is evicted for them."""
+        self.lock(path)
+        pages = self.allocate(len(path))
+        for cached, page in zip(path, pages, strict=True):
+            self._land_on_device(cached, page)
+        self.touch(path)
+
+    def insert(self, parent: CachedPage, keys: Sequence[Hashable], pages: Sequence[int]) -> list[CachedPage]:
+        """Put freshly filled device pages below `parent`, locked once for the caller; returns the path's pages.
+
+        A page that is there already is shared, and the caller's copy goes back to the pool.
+        """
+        path: list[CachedPage] = []
+        for key, page in zip(keys, pages, strict=True):
+            cached = parent.children.get(key) or self._grow(parent, key)
+            self.lock([cached])
+            if cached.page is None:
+                self._land_on_device(cached, page)
+            else:
+                self.pool.free([page])
+                self.shared_pages += 1
+            path.append(cached)
+            parent = cached
+        self.touch(path)
+        return path
+
+    def insert_on_host(self, keys: Sequence[Hashable]) -> None:
+        """Put a prefix into the host tier, as far as that has room; pages already on the device stay there."""
+        path: list[CachedPage] = []
+        parent = self.root
+        for key in keys:
+            parent = parent.children.get(key) or self._grow(parent, key)
+            path.append(parent)
+        self.touch(path)
+        self._trim_host()
+
+    def _grow(self, parent: CachedPage, key: Hashable) -> CachedPage:
+        self._serial += 1
+        cached = CachedPage(key, parent, self._serial)
+        parent.children[key] = cached
+        self._cached[cached.serial] = cached
+        self.host_pages += 1
+        return cached
+
+    def _land_on_device(self, cached: CachedPage, page: int) -> None:
+        """A page of the host (or a new one) gets its device page; it is locked, so it counts as protected."""
+        assert cached.page is None and cached.parent is not None and cached.lock_refs
+        cached.page = page
+        cached.parent.device_children += 1
+        self.host_pages -= 1
+        self.protected_pages += 1

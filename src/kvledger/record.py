@@ -1,0 +1,161 @@
+"""What a target lets the outside see: decisions, rounds, and a snapshot of every page and live request.
+
+Plain frozen data, so that reports and invariants never hold a scheduler's own objects. Sizes are tokens unless a name
+says pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvledger.adder import AddReqResult
+from kvledger.ledger import Promise
+
+DecisionKind = Literal["whole", "truncated", "resumed", "deferred", "refused"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One answer of the adder, with the ledger's figures right after it.
+
+    [start, end) is the chunk (empty for a refusal); `prefix_tokens` the device hit, of which `newly_locked_tokens`
+    were evictable until this request's lock; `load_back` what was copied up from the host at once.
+    """
+
+    request: str
+    kind: DecisionKind
+    prompt_tokens: int
+    prefix_tokens: int
+    start: int
+    end: int
+    load_back: int = 0
+    newly_locked_tokens: int = 0
+    reason: AddReqResult | None = None
+    forced: bool = False
+    baseline: int
+    rem_total_tokens: int
+    cur_rem_tokens: int
+    rem_chunk_tokens: int | None
+    rem_input_tokens: int | None
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def tail_tokens(self) -> int:
+        return self.prompt_tokens - self.end
+
+    @property
+    def joined(self) -> bool:
+        """It is part of this round's batch."""
+        return self.kind in ("whole", "truncated", "resumed")
+
+
+@dataclass(frozen=True, slots=True)
+class AllocationFailure:
+    """An admitted request's allocation that found too little: `wanted` tokens against `free` and `evictable`."""
+
+    request: str
+    wanted: int
+    free: int
+    evictable: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundRecord:
+    """One round: the ledger's figures when the decisions ended, the pool's after the round (or at its failure).
+
+    In this round so many pages left the device, left the host, and were found to be cached already when inserted.
+    """
+
+    round: int
+    baseline: int
+    rem_total_tokens: int
+    cur_rem_tokens: int
+    rem_chunk_tokens: int | None
+    budget_state: AddReqResult
+    batch_is_full: bool
+    decisions: tuple[Decision, ...]
+    promises: tuple[Promise, ...]
+    free: int
+    evictable: int
+    protected: int
+    evicted_pages: int = 0
+    dropped_pages: int = 0
+    shared_pages: int = 0
+    failure: AllocationFailure | None = None
+
+    @property
+    def joined(self) -> tuple[Decision, ...]:
+        return tuple(decision for decision in self.decisions if decision.joined)
+
+    @property
+    def refused(self) -> tuple[Decision, ...]:
+        return tuple(decision for decision in self.decisions if decision.kind == "refused")
+
+    @property
+    def forced(self) -> bool:
+        return any(decision.forced for decision in self.decisions)
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRequest:
+    """An admitted request whose pages are still held. The first `shared_pages` of `pages` are cached and locked."""
+
+    rid: str
+    prompt_tokens: int
+    pages: tuple[int, ...]
+    shared_pages: int
+    in_flight: bool
+
+    @property
+    def private_pages(self) -> tuple[int, ...]:
+        return self.pages[self.shared_pages :]
+
+
+@dataclass(frozen=True, slots=True)
+class PageView:
+    """A cached page: its device page number (None: on the host), locks (`pinned_refs` of them from outside), recency."""
+
+    page: int | None
+    lock_refs: int
+    pinned_refs: int
+    last_used: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Every page of the pool by identity, and every live request. `never_used` pages are free too.
+
+    `open_promises` are promises of the last round that were due then and were not settled by an allocation.
+    """
+
+    page_size: int
+    pool_pages: int
+    released: tuple[int, ...]
+    never_used: range
+    cached: tuple[tuple[int | None, int, int, int], ...]
+    live: tuple[LiveRequest, ...]
+    waiting: tuple[str, ...]
+    held: tuple[int, ...] = ()
+    open_promises: tuple[Promise, ...] = field(default=())
+
+    def pages(self) -> tuple[PageView, ...]:
+        """The cached pages as named fields; the search reads the bare tuples, which are much cheaper to make."""
+        return tuple(PageView(*page) for page in self.cached)
+
+    @property
+    def free_pages(self) -> int:
+        return len(self.released) + len(self.never_used)
+
+    @property
+    def evictable_pages(self) -> int:
+        return sum(1 for page, lock_refs, _, _ in self.cached if page is not None and not lock_refs)
+
+    @property
+    def baseline_pages(self) -> int:
+        """Free and evictable, counted page by page."""
+        return self.free_pages + self.evictable_pages

@@ -1,0 +1,329 @@
+"""Drives a target through a trace's events and keeps the outcome. Knows only the target protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from kvledger.arithmetic import ceil_pages
+from kvledger.node import NodeSettings, PrefillNode, Watcher
+from kvledger.pool import OutOfPages
+from kvledger.record import AllocationFailure, RoundRecord, Snapshot
+from kvledger.request import Prompt
+from kvledger.rules import AccountingRules
+from kvledger.trace import (
+    Abort,
+    Cached,
+    Drain,
+    Event,
+    Hold,
+    Release,
+    Round,
+    Submit,
+    Trace,
+    TraceError,
+    Transferred,
+)
+
+
+@runtime_checkable
+class Target(Protocol):
+    """A scheduler under test, built from a node's settings; sizes in tokens.
+
+    `capabilities` says what it can show; an invariant that needs more is skipped by name. `submit` returns why a
+    request can never be admitted, or None. `run_round` never raises for lack of memory: the record carries it.
+    """
+
+    capabilities: frozenset[str]
+    has_work: bool
+    """Something is waiting or half done."""
+
+    def submit(self, rid: str, prompt: Prompt) -> str | None: ...
+    def run_round(self) -> RoundRecord: ...
+    def transferred(self, rid: str) -> None: ...
+    def abort(self, rid: str) -> None: ...
+    def cache_on_device(self, prompt: Prompt, *, locked: bool) -> None: ...
+    def cache_on_host(self, prompt: Prompt) -> None: ...
+    def hold(self, name: str, tokens: int) -> None: ...
+    def release(self, name: str, tokens: int | None = None) -> None: ...
+    def in_flight(self) -> tuple[str, ...]: ...
+    def snapshot(self) -> Snapshot: ...
+
+
+TargetFactory = Callable[[NodeSettings, AccountingRules, Watcher], Target]
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The first time an invariant did not hold."""
+
+    invariant: str
+    round: int
+    request: str | None
+    message: str
+
+
+class Monitor(Watcher):
+    """Sees what a replay does; the default judges nothing. `broken` grows in time order."""
+
+    def __init__(self) -> None:
+        self.broken: list[Broken] = []
+
+    def attach(self, target: Target, settings: NodeSettings, rules: AccountingRules) -> None: ...
+    def after_round(self, record: RoundRecord) -> None: ...
+    def after_event(self, event: Event) -> None:
+        """Something other than a round happened."""
+
+    def at_rest(self) -> None: ...
+    def stuck(self, stuck: Stuck) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """Work is left, nothing moves, and nothing in flight could free memory. `wanted` tokens are still to be computed."""
+
+    round: int
+    request: str
+    wanted: int
+    free: int
+    evictable: int
+    message: str
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a replay ended in; `document` is the JSON contract."""
+
+    rounds: list[RoundRecord] = field(default_factory=list)
+    broken: list[Broken] = field(default_factory=list)
+    rejected_at_submit: list[tuple[str, str]] = field(default_factory=list)
+    failure: AllocationFailure | None = None
+    stuck: Stuck | None = None
+
+    @property
+    def verdict(self) -> str:
+        if self.failure is not None:
+            return "oom"
+        if self.stuck is not None:
+            return "stuck"
+        return self.broken[0].invariant if self.broken else "ok"
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "verdict": self.verdict,
+            "violation": self._violation(),
+            "broken": [
+                {"invariant": b.invariant, "round": b.round, "request": b.request, "message": b.message}
+                for b in self.broken
+            ],
+            "rounds": [round_document(record) for record in self.rounds],
+            "rejected_at_submit": [
+                {"request": request, "reason": reason} for request, reason in self.rejected_at_submit
+            ],
+        }
+
+    def _violation(self) -> dict[str, Any] | None:
+        if self.failure is not None:
+            return _violation("oom", self.rounds[-1].round, self.failure)
+        if self.stuck is not None:
+            return _violation("stuck", self.stuck.round, self.stuck)
+        if not self.broken:
+            return None
+        first = self.broken[0]
+        return {
+            "kind": first.invariant,
+            "round": first.round,
+            "request": first.request,
+            "wanted": None,
+            "free": None,
+            "evictable": None,
+            "message": first.message,
+        }
+
+
+def _violation(kind: str, round_number: int, facts: AllocationFailure | Stuck) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "round": round_number,
+        "request": facts.request,
+        "wanted": facts.wanted,
+        "free": facts.free,
+        "evictable": facts.evictable,
+        "message": facts.message,
+    }
+
+
+def round_document(record: RoundRecord) -> dict[str, Any]:
+    """A round in the outcome's JSON form."""
+    return {
+        "round": record.round,
+        "baseline": record.baseline,
+        "rem_total_tokens": record.rem_total_tokens,
+        "cur_rem_tokens": record.cur_rem_tokens,
+        "rem_chunk_tokens": record.rem_chunk_tokens,
+        "budget_state": str(record.budget_state),
+        "batch_is_full": record.batch_is_full,
+        "forced": record.forced,
+        "admitted": [
+            {"request": d.request, "kind": d.kind, "start": d.start, "end": d.end, "load_back": d.load_back}
+            for d in record.joined
+        ],
+        "refused": [{"request": d.request, "reason": str(d.reason)} for d in record.refused],
+        "promises": [
+            {"request": p.request, "kind": p.kind, "tokens": p.tokens, "due": str(p.due)} for p in record.promises
+        ],
+        "free": record.free,
+        "evictable": record.evictable,
+        "protected": record.protected,
+    }
+
+
+class EventError(ValueError):
+    """An event that cannot happen in the state it meets, such as a hold of more slots than there are."""
+
+    def __init__(self, field_name: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field_name
+
+
+class Replay:
+    """A trace in the making: `apply` events one by one, read `outcome` at any time.
+
+    After a failed allocation the process is dead and further events do nothing; a broken invariant or a stuck drain
+    does not stop it.
+    """
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        rules: AccountingRules,
+        *,
+        target: TargetFactory = PrefillNode,
+        monitor: Monitor | None = None,
+    ) -> None:
+        self.settings = settings
+        self.rules = rules
+        self.monitor = monitor or Monitor()
+        self.target = target(settings, rules, self.monitor)
+        self.monitor.attach(self.target, settings, rules)
+        self.outcome = Outcome(broken=self.monitor.broken)
+        self.prompts: dict[str, Prompt] = {}
+
+    @property
+    def dead(self) -> bool:
+        return self.outcome.failure is not None
+
+    def apply(self, event: Event) -> None:
+        """Let one event happen. EventError if it cannot."""
+        if self.dead:
+            return
+        match event:
+            case Round():
+                self._round()
+            case Drain():
+                self._drain()
+            case Submit(request=rid, prompt=prompt):
+                self._submit(rid, prompt)
+            case Transferred(request=rid):
+                self.target.transferred(rid)
+            case Abort(request=rid):
+                self.target.abort(rid)
+            case Cached() | Hold() | Release():
+                self._environment(event)
+        if not isinstance(event, (Round, Drain)):
+            self.monitor.after_event(event)
+
+    def _submit(self, rid: str, prompt: Prompt) -> None:
+        reason = self.target.submit(rid, prompt)
+        if reason is None:
+            self.prompts[rid] = prompt
+        else:
+            self.outcome.rejected_at_submit.append((rid, reason))
+
+    def _environment(self, event: Cached | Hold | Release) -> None:
+        try:
+            match event:
+                case Cached(tier="host", prompt=prompt):
+                    self.target.cache_on_host(prompt)
+                case Cached(prompt=prompt, locked=locked):
+                    self.target.cache_on_device(prompt, locked=locked)
+                case Hold(name=name, tokens=tokens):
+                    self.target.hold(name, tokens)
+                case Release(name=name, tokens=tokens):
+                    self.target.release(name, tokens)
+        except OutOfPages as error:
+            raise EventError("prompt" if isinstance(event, Cached) else "tokens", str(error)) from error
+
+    def _round(self) -> RoundRecord:
+        record = self.target.run_round()
+        self.outcome.rounds.append(record)
+        self.outcome.failure = record.failure
+        self.monitor.after_round(record)
+        return record
+
+    def _drain(self) -> None:
+        """The worst environment that is still fair: transfers complete only when a round admitted nothing."""
+        bound = self._drain_bound_rounds()
+        for _ in range(bound):
+            if not self.target.has_work:
+                break
+            record = self._round()
+            if self.dead:
+                return
+            if not record.joined and not self._transfer_all():
+                self._stick(record, "a round admitted nothing and nothing is in flight")
+                return
+        else:
+            if self.target.has_work:
+                self._stick(self.outcome.rounds[-1], f"work is left after {bound} rounds, more than any prefill needs")
+                return
+        self._transfer_all()
+        self.monitor.at_rest()
+
+    def _drain_bound_rounds(self) -> int:
+        """Each round runs a chunk or completes a transfer, and two chunks cover at least a page."""
+        pages = sum(ceil_pages(prompt.tokens, self.settings.page_size) for prompt in self.prompts.values())
+        return 2 * pages + 3 * len(self.prompts) + 1
+
+    def _transfer_all(self) -> bool:
+        """Complete every transfer, in admission order; False if none was under way."""
+        in_flight = self.target.in_flight()
+        for rid in in_flight:
+            self.target.transferred(rid)
+            self.monitor.after_event(Transferred(rid))
+        return bool(in_flight)
+
+    def _stick(self, record: RoundRecord, message: str) -> None:
+        snapshot = self.target.snapshot()
+        unfinished = [request for request in snapshot.live if not request.in_flight]
+        rid = unfinished[0].rid if unfinished else snapshot.waiting[0]
+        computed_pages = len(unfinished[0].pages) if unfinished else 0
+        stuck = Stuck(
+            round=record.round,
+            request=rid,
+            wanted=max(0, self.prompts[rid].tokens - computed_pages * snapshot.page_size),
+            free=record.free,
+            evictable=record.evictable,
+            message=message,
+        )
+        self.outcome.stuck = self.outcome.stuck or stuck
+        self.monitor.stuck(stuck)
+
+
+def replay(
+    trace: Trace,
+    rules: AccountingRules | None = None,
+    *,
+    target: TargetFactory = PrefillNode,
+    monitor: Monitor | None = None,
+    source: str = "trace",
+) -> Outcome:
+    """Run a whole trace under its own rules or others. TraceError names an event that cannot happen."""
+    run = Replay(trace.node, rules or trace.accounting_rules, target=target, monitor=monitor)
+    for index, event in enumerate(trace.events):
+        try:
+            run.apply(event)
+        except EventError as error:
+            raise TraceError(f"{source}: events[{index}].{error.field}: {error}") from error
+    return run.outcome

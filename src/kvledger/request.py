@@ -1,0 +1,88 @@
+"""Prompts as lists of named segments, and a request's life on the node."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvledger.radix import CachedPage
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as [segment, tokens] runs. A token's identity is (segment, position in that run)."""
+
+    segments: tuple[tuple[str, int], ...]
+    tokens: int = field(init=False, compare=False)
+    _page_keys: dict[int, tuple[Hashable, ...]] = field(init=False, compare=False, repr=False)
+
+    def __init__(self, segments: Iterable[tuple[str, int]]) -> None:
+        object.__setattr__(self, "segments", tuple((segment, tokens) for segment, tokens in segments))
+        object.__setattr__(self, "tokens", sum(tokens for _, tokens in self.segments))
+        object.__setattr__(self, "_page_keys", {})
+
+    def page_keys(self, page_size: int) -> tuple[Hashable, ...]:
+        """The identity of each full page: equal keys under equal parents hold the same tokens. Computed once a size."""
+        keys = self._page_keys.get(page_size)
+        if keys is None:
+            keys = self._page_keys[page_size] = tuple(_page_keys(self.segments, page_size))
+        return keys
+
+
+def _page_keys(segments: Iterable[tuple[str, int]], page_size: int) -> Iterable[Hashable]:
+    """(segment, offset) for a page inside one run, a tuple of (segment, offset, tokens) pieces for one across runs."""
+    pieces: list[tuple[str, int, int]] = []
+    room = page_size
+    for segment, tokens in segments:
+        offset = 0
+        if pieces:
+            offset = min(room, tokens)
+            if offset:
+                pieces.append((segment, 0, offset))
+                room -= offset
+            if room:
+                continue
+            yield tuple(pieces)
+        whole_end = offset + (tokens - offset) // page_size * page_size
+        for start in range(offset, whole_end, page_size):
+            yield (segment, start)
+        rest = tokens - whole_end
+        pieces = [(segment, whole_end, rest)] if rest else []
+        room = page_size - rest
+
+
+class RequestState(StrEnum):
+    WAITING = "waiting"
+    ADMITTED = "admitted"
+    """In this round's batch, or half done between rounds: its prompt is not wholly computed."""
+    IN_FLIGHT = "in flight"
+    ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request on the node; sizes in tokens, `pages` is its page table.
+
+    The first `shared_pages` entries of `pages` live in the prefix tree, locked by this request; the rest are its own.
+    """
+
+    rid: str
+    prompt: Prompt
+    state: RequestState = RequestState.WAITING
+    prefix_tokens: int = 0
+    host_hit_tokens: int = 0
+    pages: list[int] = field(default_factory=list)
+    device_hit: list[CachedPage] = field(default_factory=list)
+    host_hit: list[CachedPage] = field(default_factory=list)
+    locked: list[CachedPage] = field(default_factory=list)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.prompt.tokens
+
+    @property
+    def shared_pages(self) -> int:
+        return len(self.locked)

@@ -1,0 +1,44 @@
+"""The rules a scheduler keeps its books by: orthogonal switches, and the three presets of the post-mortem."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccountingRules:
+    """Switches of the admission accounting; sizes in tokens.
+
+    checkpoint_align: where a non-final chunk must end: "node" takes the node's own grid, "page_size" any page
+        boundary (upstream), a number is a grid of its own.
+    reserve_tail: a cut request's tail and first token go into `rem_total_token_offset` (the fix).
+    spend_gap: a cut zeroes the chunk budget, so that nobody is admitted behind it (the other fix).
+    truncation_align: a fresh cut's length is rounded down to this split size (deterministic inference).
+    on_shortage: what happens to a half-done request when nothing remains: "force" its chunk, or "defer" it.
+    """
+
+    checkpoint_align: int | Literal["node", "page_size"] = "node"
+    reserve_tail: bool = False
+    spend_gap: bool = False
+    truncation_align: int | None = None
+    on_shortage: Literal["force", "defer"] = "force"
+
+    def grid_tokens(self, *, page_size: int, node_align: int) -> int:
+        """The checkpoint grid in tokens on a node with this page size and grid."""
+        if self.checkpoint_align == "node":
+            return node_align
+        if self.checkpoint_align == "page_size":
+            return page_size
+        return self.checkpoint_align
+
+
+PRESETS: Mapping[str, AccountingRules] = MappingProxyType(
+    {
+        "upstream": AccountingRules(checkpoint_align="page_size"),
+        "aligned": AccountingRules(),
+        "tail-reserved": AccountingRules(reserve_tail=True),
+    }
+)
