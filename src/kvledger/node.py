@@ -12,9 +12,9 @@ from kvledger.adder import AddReqResult, Chunk, PrefillAdder
 from kvledger.arithmetic import ceil_pages, floor_tokens
 from kvledger.ledger import Due
 from kvledger.pool import OutOfPages, PagePool, PrefillOutOfMemory
-from kvledger.radix import CachedPage, PrefixTree
+from kvledger.radix import PrefixTree
 from kvledger.record import AllocationFailure, Decision, DecisionKind, LiveRequest, RoundRecord, Snapshot
-from kvledger.request import Prompt, Request, RequestState
+from kvledger.request import CachedPage, Prompt, Request, RequestState
 from kvledger.rules import AccountingRules
 
 FIRST_TOKEN = 1

@@ -13,24 +13,7 @@ import heapq
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from kvledger.pool import OutOfPages, PagePool
-from kvledger.request import Request
-
-
-class CachedPage:
-    """One full page of a prefix. `page` is its device page number, None while it is only on the host."""
-
-    __slots__ = ("children", "device_children", "key", "last_used", "lock_refs", "page", "parent", "pinned_refs", "serial")
-
-    def __init__(self, key: Hashable, parent: CachedPage | None, serial: int) -> None:
-        self.key = key
-        self.parent = parent
-        self.serial = serial
-        self.children: dict[Hashable, CachedPage] = {}
-        self.device_children = 0
-        self.page: int | None = None
-        self.lock_refs = 0
-        self.pinned_refs = 0
-        self.last_used = 0
+from kvledger.request import CachedPage, Request
 
 
 class LeafQueue:

@@ -35,9 +35,12 @@ class Target(Protocol):
     request can never be admitted, or None. `run_round` never raises for lack of memory: the record carries it.
     """
 
-    capabilities: frozenset[str]
-    has_work: bool
-    """Something is waiting or half done."""
+    @property
+    def capabilities(self) -> frozenset[str]: ...
+    @property
+    def has_work(self) -> bool:
+        """Something is waiting or half done."""
+        ...
 
     def submit(self, rid: str, prompt: Prompt) -> str | None: ...
     def run_round(self) -> RoundRecord: ...

@@ -1,14 +1,10 @@
-"""Prompts as lists of named segments, and a request's life on the node."""
+"""Prompts as lists of named segments, the cached pages they share, and a request's life on the node."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from kvledger.radix import CachedPage
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +48,33 @@ def _page_keys(segments: Iterable[tuple[str, int]], page_size: int) -> Iterable[
         rest = tokens - whole_end
         pieces = [(segment, whole_end, rest)] if rest else []
         room = page_size - rest
+
+
+class CachedPage:
+    """One full page of a cached prefix. `page` is its device page number, None while it is only on the host."""
+
+    __slots__ = (
+        "children",
+        "device_children",
+        "key",
+        "last_used",
+        "lock_refs",
+        "page",
+        "parent",
+        "pinned_refs",
+        "serial",
+    )
+
+    def __init__(self, key: Hashable, parent: CachedPage | None, serial: int) -> None:
+        self.key = key
+        self.parent = parent
+        self.serial = serial
+        self.children: dict[Hashable, CachedPage] = {}
+        self.device_children = 0
+        self.page: int | None = None
+        self.lock_refs = 0
+        self.pinned_refs = 0
+        self.last_used = 0
 
 
 class RequestState(StrEnum):

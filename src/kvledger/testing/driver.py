@@ -1,0 +1,56 @@
+"""The plain driver: the same moves as the Hypothesis machine, drawn by a seeded `random.Random`, for volume.
+
+It finds and counts; it does not shrink. An example is one node, a few dozen moves and a fair drain at the end.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+
+from kvledger.node import PrefillNode
+from kvledger.replay import Replay, TargetFactory
+from kvledger.rules import AccountingRules
+from kvledger.testing.moves import MOVES, NODE_DOMAINS, RULES_DOMAINS, Domain, World, draw_rules, draw_settings
+from kvledger.testing.reached import SearchMonitor
+from kvledger.trace import Drain, Release, Trace
+
+MOVES_PER_EXAMPLE = 16
+
+
+def example(
+    rng: random.Random,
+    rules: AccountingRules,
+    *,
+    target: TargetFactory = PrefillNode,
+    monitor: Callable[[], SearchMonitor] = SearchMonitor,
+) -> tuple[World, SearchMonitor]:
+    """One random experiment, carried to its end whatever breaks on the way."""
+    settings = draw_settings(**_draw(rng, NODE_DOMAINS))
+    watching = monitor()
+    world = World(Replay(settings, draw_rules(rules, **_draw(rng, RULES_DOMAINS)), target=target, monitor=watching))
+    moves = rng.sample(MOVES, rng.randint(3, len(MOVES)))
+    for _ in range(rng.randint(4, MOVES_PER_EXAMPLE)):
+        move = rng.choice(moves)
+        world.apply(move.make(world, **_draw(rng, move.domains)))
+    finish(world)
+    watching.finished(world.replay.outcome)
+    return world, watching
+
+
+def finish(world: World) -> None:
+    """Give back what was held, and let everybody finish."""
+    while world.holds:
+        world.apply(Release(world.holds.pop()))
+    world.apply(Drain())
+
+
+def trace_of(world: World, rules: AccountingRules | str, title: str) -> Trace:
+    """What happened in this world, as a trace."""
+    return Trace(world.settings, rules, tuple(world.events), title)
+
+
+def _draw(rng: random.Random, domains: Mapping[str, Domain]) -> dict[str, int]:
+    return {name: rng.randint(low, high) for name, (low, high) in domains.items()}
+
+

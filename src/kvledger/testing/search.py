@@ -1,0 +1,178 @@
+"""The main job: search each preset, expect what it should give, and show what the search has met.
+
+A preset is searched twice. The Hypothesis machine looks for a broken invariant and shrinks what it finds; the plain
+driver adds volume and carries each experiment to its end, so that the branches behind a broken promise count too.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from kvledger.node import PrefillNode
+from kvledger.replay import TargetFactory
+from kvledger.rules import PRESETS
+from kvledger.testing.driver import MOVES_PER_EXAMPLE, example, trace_of
+from kvledger.testing.machine import AdmissionMachine, InvariantBroken, state_machine
+from kvledger.testing.reached import expected_branches
+from kvledger.trace import Trace
+
+SOUND: Mapping[str, bool] = MappingProxyType({"upstream": True, "aligned": False, "tail-reserved": True})
+"""What each preset should give: no failure at all, or one that the search finds by itself."""
+
+EXAMPLES = 1000
+DRIVEN_PER_EXAMPLE = 2
+"""Plain examples for each of Hypothesis's: several times cheaper, so they bring the volume."""
+
+Progress = Callable[[str, int, int], None]
+"""Told the preset, the examples so far, and the examples in all."""
+
+
+@dataclass(slots=True)
+class Found:
+    """A broken invariant, minimal as far as shrinking got; `example` is the first that showed it, counted from 1."""
+
+    invariant: str
+    message: str
+    trace: Trace
+    example: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class SearchResult:
+    """What the search of one preset did. `missing` are branches it should have reached and did not."""
+
+    rules: str
+    sound: bool
+    examples: int = 0
+    rounds: int = 0
+    seconds: float = 0.0
+    reached: Counter[str] = field(default_factory=Counter)
+    missing: tuple[str, ...] = ()
+    found: Found | None = None
+
+    @property
+    def as_expected(self) -> bool:
+        return (self.found is None) == self.sound and not self.missing
+
+
+def search(
+    rules: str,
+    *,
+    examples: int = EXAMPLES,
+    seed: int = 0,
+    target: TargetFactory = PrefillNode,
+    progress: Progress = lambda *_: None,
+) -> SearchResult:
+    """Search a preset with `examples` of Hypothesis's examples (fewer once it fails) and twice as many plain ones."""
+    result = SearchResult(rules, SOUND[rules])
+    started = time.perf_counter()
+    total = examples * (1 + DRIVEN_PER_EXAMPLE)
+    _shrinking_search(result, examples, seed, target, lambda done: progress(rules, done, total))
+    _driven_search(result, examples, seed, target, lambda done: progress(rules, examples + done, total))
+    result.missing = tuple(
+        branch for branch in expected_branches(PRESETS[rules], sound=result.sound) if not result.reached[branch]
+    )
+    result.seconds = time.perf_counter() - started
+    return result
+
+
+def _shrinking_search(
+    result: SearchResult, examples: int, seed_number: int, target: TargetFactory, progress: Callable[[int], None]
+) -> None:
+    """Hypothesis looks for a broken invariant. The last failing example it runs is the minimal one."""
+    machine = state_machine(target, rules=result.rules)
+    started = time.perf_counter()
+    first: tuple[int, float] | None = None
+    failing: AdmissionMachine | None = None
+
+    def observe(run: AdmissionMachine) -> None:
+        nonlocal first, failing
+        result.examples += 1
+        result.rounds += run.monitor.rounds
+        result.reached.update(run.monitor.reached)
+        if run.monitor.broken:
+            first = first or (result.examples, time.perf_counter() - started)
+            failing = run
+        progress(min(result.examples, examples))
+
+    machine.observe = staticmethod(observe)
+    try:
+        run_state_machine_as_test(seed(seed_number)(machine), settings=search_settings(examples))
+    except InvariantBroken:
+        assert failing is not None and first is not None, "a broken invariant is observed before it is raised"
+        broken = failing.monitor.broken[0]
+        result.found = Found(broken.invariant, broken.message, failing.trace(), *first)
+
+
+def search_settings(examples: int) -> settings:
+    """Settings of a search outside pytest: quiet, without a database, the seed alone decides."""
+    return settings(
+        max_examples=examples,
+        stateful_step_count=MOVES_PER_EXAMPLE,
+        phases=(Phase.generate, Phase.target, Phase.shrink),
+        database=None,
+        deadline=None,
+        derandomize=False,
+        print_blob=False,
+        report_multiple_bugs=False,
+        suppress_health_check=tuple(HealthCheck),
+        verbosity=Verbosity.quiet,
+    )
+
+
+def _driven_search(
+    result: SearchResult, examples: int, seed_number: int, target: TargetFactory, progress: Callable[[int], None]
+) -> None:
+    """Volume by the plain driver; what it finds is kept only if Hypothesis found nothing."""
+    rng = random.Random(seed_number)
+    started = time.perf_counter()
+    for number in range(1, examples * DRIVEN_PER_EXAMPLE + 1):
+        world, monitor = example(rng, PRESETS[result.rules], target=target)
+        result.examples += 1
+        result.rounds += monitor.rounds
+        result.reached.update(monitor.reached)
+        if monitor.broken and result.found is None:
+            broken = monitor.broken[0]
+            trace = trace_of(world, world.replay.rules, f"{broken.invariant}: {broken.message}")
+            seconds = time.perf_counter() - started
+            result.found = Found(broken.invariant, broken.message, trace, result.examples, seconds)
+        progress(number)
+
+
+def document(results: list[SearchResult], paths: Mapping[str, str]) -> dict[str, Any]:
+    """The results as JSON; `paths` are the fixtures written, by preset."""
+    return {
+        "as_expected": all(result.as_expected for result in results),
+        "results": [
+            {
+                "rules": result.rules,
+                "expected": "no failure" if result.sound else "a failure",
+                "as_expected": result.as_expected,
+                "examples": result.examples,
+                "rounds": result.rounds,
+                "seconds": round(result.seconds, 3),
+                "reached": dict(sorted(result.reached.items())),
+                "missing": list(result.missing),
+                "failure": result.found
+                and {
+                    "invariant": result.found.invariant,
+                    "message": result.found.message,
+                    "example": result.found.example,
+                    "seconds": round(result.found.seconds, 3),
+                    "events": len(result.found.trace.events),
+                    "fixture": paths.get(result.rules),
+                },
+            }
+            for result in results
+        ],
+    }

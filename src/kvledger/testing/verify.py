@@ -1,0 +1,108 @@
+"""`kvledger verify`: runs the search, shows its progress, and ends in tables that say what was met."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+
+from kvledger.rules import PRESETS
+from kvledger.testing.fixtures import save_fixture
+from kvledger.testing.reached import BRANCHES, expected_branches
+from kvledger.testing.search import EXAMPLES, Progress, SearchResult, document, search
+
+DEFAULT_SAVE = "kvledger-found"
+
+
+def command(
+    rules: Sequence[str], examples: int | None, seed: int | None, save: str | None, as_json: bool
+) -> int:
+    """Search the presets `rules` (none: all). 0 if each gave what it should and reached what it must, else 1."""
+    names = list(rules) or list(PRESETS)
+    with _progress() as progress:
+        results = [search(name, examples=examples or EXAMPLES, seed=seed or 0, progress=progress) for name in names]
+    paths = {
+        result.rules: str(save_fixture(result.found.trace, result.found.invariant, save or DEFAULT_SAVE))
+        for result in results
+        if result.found is not None
+    }
+    if as_json:
+        print(json.dumps(document(results, paths), indent=2))
+    else:
+        _print_tables(Console(), results, paths)
+    return 0 if all(result.as_expected for result in results) else 1
+
+
+class _progress:
+    """One status line on standard error while the search runs; silent where nobody watches."""
+
+    def __enter__(self) -> Progress:
+        self._shown = sys.stderr.isatty()
+        self._last = ""
+        return self._tell
+
+    def _tell(self, rules: str, done: int, total: int) -> None:
+        line = f"{rules}: {100 * done // total} %"
+        if self._shown and line != self._last:
+            self._last = line
+            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _print_tables(console: Console, results: Sequence[SearchResult], paths: Mapping[str, str]) -> None:
+    console.print(_reached_table(results))
+    console.print(_verdict_table(results))
+    for result in results:
+        if result.found is not None:
+            found = result.found
+            console.print(f"[bold]{result.rules}[/] breaks {found.invariant}: {escape(found.message)}")
+            console.print(f"  shrunk to {len(found.trace.events)} events: {escape(paths[result.rules])}", soft_wrap=True)
+        if result.missing:
+            console.print(f"[bold red]{result.rules} never reached: {', '.join(result.missing)}[/]")
+
+
+def _verdict_table(results: Sequence[SearchResult]) -> Table:
+    table = Table("rules", "expected", "found", *_right("examples", "rounds", "seconds", "first at"), "verdict")
+    for result in results:
+        found = result.found
+        table.add_row(
+            result.rules,
+            "no failure" if result.sound else "a failure",
+            found.invariant if found else "no failure",
+            f"{result.examples:,}",
+            f"{result.rounds:,}",
+            f"{result.seconds:.1f}",
+            f"{found.example:,}" if found else "-",
+            "[green]as expected[/]" if result.as_expected else "[bold red]NOT as expected[/]",
+        )
+    return table
+
+
+def _reached_table(results: Sequence[SearchResult]) -> Table:
+    table = Table("reached", *_right(*(result.rules for result in results)))
+    expected = [expected_branches(PRESETS[result.rules], sound=result.sound) for result in results]
+    for branch in BRANCHES:
+        table.add_row(
+            branch,
+            *(
+                f"{result.reached[branch]:,}"
+                if result.reached[branch]
+                else "[bold red]never[/]"
+                if branch in must
+                else "[dim]-[/]"
+                for result, must in zip(results, expected, strict=True)
+            ),
+        )
+    return table
+
+
+def _right(*names: str) -> list[Column]:
+    return [Column(name, justify="right") for name in names]
+
