@@ -6,6 +6,7 @@ allocate and run. Step numbers in comments are those of the design.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from kvledger.adder import AddReqResult, Chunk, PrefillAdder
@@ -70,7 +71,7 @@ class PrefillNode:
         self.grid_tokens = rules.grid_tokens(page_size=settings.page_size, node_align=settings.checkpoint_align)
         self.pool = PagePool(settings.pool_pages, settings.page_size)
         self.tree = PrefixTree(self.pool, settings.host_pages)
-        self.waiting: dict[str, Request] = {}
+        self.waiting: OrderedDict[str, Request] = OrderedDict()
         self.chunked_req: Request | None = None
         self.live: dict[str, Request] = {}
         self.held: dict[str, Held] = {}

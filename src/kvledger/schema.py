@@ -56,8 +56,7 @@ def escaped(text: str, limit: int, *, keep_end: bool = False) -> str:
     pieces: list[str] = []
     length = 0
     for character in reversed(text) if keep_end else text:
-        # json leaves DEL as it is, and a terminal would not
-        pieces.append("\\u007f" if character == "\x7f" else json.dumps(character)[1:-1])
+        pieces.append(json.dumps(character)[1:-1])
         length += len(pieces[-1])
         if length > limit:
             while length > limit - len("..."):

@@ -160,6 +160,15 @@ def test_a_hybrid_caches_full_evictable_size_is_preferred() -> None:
     assert adder.rem_total_tokens == 1070
 
 
+def test_full_evictable_size_alone_will_do() -> None:
+    class FullCache:
+        def full_evictable_size(self) -> int:
+            return 0
+
+    adder = PrefillAdder(64, FullCache(), Allocator(1000), rem_input_tokens=None, rem_chunk_tokens=704)
+    assert adder.rem_total_tokens == 1000
+
+
 def test_the_baseline_is_read_live_from_both_sides() -> None:
     on = bench(1000, evictable=100)
     assert on.cache.allocator is not None

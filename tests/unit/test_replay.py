@@ -89,10 +89,7 @@ def a_round(number: int, *, admits: bool, failure: AllocationFailure | None = No
 
 
 class ScriptedTarget:
-    """Its rounds admit or not as scripted, `|` marking rounds after which nothing is left; it logs what it is asked.
-
-    A round that admits puts one more request in flight.
-    """
+    """Its rounds admit (+, which puts one more request in flight) or do not (-); it logs what it is asked."""
 
     capabilities: frozenset[str] = frozenset()
 
@@ -278,7 +275,7 @@ def test_a_rounds_figures_stand_as_the_decision_ended_and_its_pool_as_the_round_
 
 
 def test_a_deferred_request_is_neither_admitted_nor_refused() -> None:
-    events = [submit("A", 500), Round(), Hold("x", 384), Round()]
+    events: list[Event] = [submit("A", 500), Round(), Hold("x", 384), Round()]
     settings = node_settings(chunked_prefill_size=256)
     record = play(events, AccountingRules(on_shortage="defer"), settings).document()["rounds"][1]
     assert (record["admitted"], record["refused"], record["forced"]) == ([], [], False)
@@ -286,12 +283,20 @@ def test_a_deferred_request_is_neither_admitted_nor_refused() -> None:
 
 
 def test_chunking_off_is_null_in_the_document() -> None:
-    (record,) = play([submit("A", 100), Round()], settings=node_settings(chunked_prefill_size=None)).document()["rounds"]
+    (record,) = play([submit("A", 100), Round()], settings=node_settings(chunked_prefill_size=None)).document()[
+        "rounds"
+    ]
     assert record["rem_chunk_tokens"] is None
 
 
 def test_what_is_rejected_at_submit_is_recorded_and_never_runs() -> None:
-    events = [submit("too long", 575), submit("A", 574), Abort("too long"), Transferred("too long"), Drain()]
+    events: list[Event] = [
+        submit("too long", 575),
+        submit("A", 574),
+        Abort("too long"),
+        Transferred("too long"),
+        Drain(),
+    ]
     document = play(events).document()
     assert [entry["request"] for entry in document["rejected_at_submit"]] == ["too long"]
     assert list(document["rejected_at_submit"][0]) == ["request", "reason"]
@@ -388,7 +393,7 @@ def test_the_bound_is_above_what_the_slowest_real_prefill_takes() -> None:
 
 
 def test_events_after_stuck_still_happen_and_the_first_stuck_is_kept() -> None:
-    events = [
+    events: list[Event] = [
         Hold("x", 320),
         submit("A", 500),
         Drain(),
@@ -408,7 +413,7 @@ def test_events_after_stuck_still_happen_and_the_first_stuck_is_kept() -> None:
 
 
 def test_a_stuck_half_done_request_is_named_with_what_is_left_of_it() -> None:
-    events = [submit("A", 500), Round(), submit("B", 10), Hold("x", 384), Drain()]
+    events: list[Event] = [submit("A", 500), Round(), submit("B", 10), Hold("x", 384), Drain()]
     outcome = play(events, AccountingRules(on_shortage="defer"), node_settings(chunked_prefill_size=256))
     assert outcome.stuck is not None
     assert (outcome.stuck.request, outcome.stuck.wanted, outcome.stuck.free) == ("A", 244, 0)
@@ -416,7 +421,15 @@ def test_a_stuck_half_done_request_is_named_with_what_is_left_of_it() -> None:
 
 def test_the_monitor_is_told_in_order() -> None:
     recorder = Recorder()
-    events = [Hold("x", 64), submit("A", 300), submit("B", 300), Round(), Drain(), submit("C", 510), Drain()]
+    events: list[Event] = [
+        Hold("x", 64),
+        submit("A", 300),
+        submit("B", 300),
+        Round(),
+        Drain(),
+        submit("C", 511),
+        Drain(),
+    ]
     play(events, monitor=recorder)
     assert recorder.log == [
         *["attach", "Hold", "Submit", "Submit"],
@@ -499,9 +512,7 @@ def test_a_trace_without_a_drain_may_end_with_work_open() -> None:
         pytest.param(Cached("device", prompt(("d", 576))), "prompt", 576, id="a prompt on the device"),
     ],
 )
-def test_an_event_that_cannot_happen_names_its_place_and_changes_nothing(
-    event: Event, field: str, wanted: int
-) -> None:
+def test_an_event_that_cannot_happen_names_its_place_and_changes_nothing(event: Event, field: str, wanted: int) -> None:
     before = (Hold("base", 128),)
     run = Replay(node_settings(), PRESETS["aligned"])
     for earlier in before:

@@ -48,9 +48,7 @@ def test_there_is_one_key_for_each_full_page(runs: list[Token], page_size: int) 
 
 @REPEATABLE
 @given(related_prompts(), PAGE_SIZES)
-def test_keys_agree_exactly_as_far_as_the_tokens_do_in_full_pages(
-    pair: tuple[Prompt, Prompt], page_size: int
-) -> None:
+def test_keys_agree_exactly_as_far_as_the_tokens_do_in_full_pages(pair: tuple[Prompt, Prompt], page_size: int) -> None:
     left, right = pair
     agreeing_tokens = agreement(token_list(left), token_list(right))
     agreeing_keys = agreement(left.page_keys(page_size), right.page_keys(page_size))

@@ -512,9 +512,20 @@ def test_prompt_pages_of_the_whole_trace_have_a_limit():
     document["events"].append({"event": "submit", "request": "B", "prompt": [["a", 1]]})
     message = "the prompts up to here have 8388609 pages, more than 8388608 in all"
     assert refusal(document) == f"t.json: events[2].prompt: {message}"
-    # pages, not tokens: a part of a page counts as one
+    # pages, not tokens, and a part of a page is one
     document["node"]["page_size"] = 2
     assert len(parse(document, "t.json").events) == 3
+    for event in document["events"][:2]:
+        event["prompt"] = [["a", 2**23]]
+    assert refusal(document) == f"t.json: events[2].prompt: {message}"
+
+
+def test_holds_of_one_name_add_up_and_names_are_apart():
+    document = changed("events", to=[{"event": "hold", "name": name, "tokens": 2} for name in "aab"])
+    document["events"] += [{"event": "release", "name": "a", "tokens": 3}, {"event": "release", "name": "a"}]
+    assert parse(document, "t.json").events[3:] == (Release("a", 3), Release("a"))
+    document["events"][4]["tokens"] = 2
+    assert refusal(document) == 't.json: events[4].tokens: 2 is more than the 1 that "a" still holds'
 
 
 def test_request_may_end_in_any_state_and_any_number_of_times():

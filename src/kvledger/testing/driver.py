@@ -28,7 +28,8 @@ def example(
     """One random experiment, carried to its end whatever breaks on the way."""
     settings = draw_settings(**_draw(rng, NODE_DOMAINS))
     watching = monitor()
-    world = World(Replay(settings, draw_rules(rules, **_draw(rng, RULES_DOMAINS)), target=target, monitor=watching))
+    drawn_rules = draw_rules(rules, settings, **_draw(rng, RULES_DOMAINS))
+    world = World(Replay(settings, drawn_rules, target=target, monitor=watching))
     moves = rng.sample(MOVES, rng.randint(3, len(MOVES)))
     for _ in range(rng.randint(4, MOVES_PER_EXAMPLE)):
         move = rng.choice(moves)

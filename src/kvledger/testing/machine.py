@@ -52,8 +52,8 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.monitor = SearchMonitor(self.asked)
 
     def begin(self, **drawn: int) -> None:
-        rules = draw_rules(self.accounting, **{name: drawn[name] for name in RULES_DOMAINS})
         settings = draw_settings(**{name: drawn[name] for name in NODE_DOMAINS})
+        rules = draw_rules(self.accounting, settings, **{name: drawn[name] for name in RULES_DOMAINS})
         self.world = World(Replay(settings, rules, target=self.target_factory, monitor=self.monitor))
 
     def act(self, action: tuple[Move, dict[str, int]]) -> None:

@@ -339,11 +339,16 @@ MOVES: tuple[Move, ...] = (
     Move("outside", {"kind": (0, 4), "pick": PICK, **LONG.domains}, outside),
 )
 
-RULES_DOMAINS: Mapping[str, Domain] = {"shortage": (0, 1)}
+RULES_DOMAINS: Mapping[str, Domain] = {"shortage": (0, 1), "truncation": (0, 5)}
 
 
-def draw_rules(rules: AccountingRules, shortage: int) -> AccountingRules:
-    """The rules under test; what happens on a shortage is drawn, for no sound rule may depend on it."""
-    if not shortage:
-        return rules
-    return replace(rules, on_shortage="force" if rules.on_shortage == "defer" else "defer")
+def draw_rules(rules: AccountingRules, settings: NodeSettings, shortage: int, truncation: int) -> AccountingRules:
+    """The rules under test with what they leave open drawn: the answer to a shortage, and, where the tail is safe
+    whatever a cut leaves over, a split size for cuts."""
+    if shortage:
+        rules = replace(rules, on_shortage="force" if rules.on_shortage == "defer" else "defer")
+    tail_is_safe = rules.reserve_tail or rules.spend_gap
+    split_tokens = (truncation - 2) * settings.page_size
+    if tail_is_safe and split_tokens > 0 and split_tokens <= (settings.chunked_prefill_size or 0):
+        rules = replace(rules, truncation_align=split_tokens)
+    return rules

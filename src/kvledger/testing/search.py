@@ -71,14 +71,16 @@ def search(
     examples: int = EXAMPLES,
     seed: int = 0,
     target: TargetFactory = PrefillNode,
+    driven_per_example: int = DRIVEN_PER_EXAMPLE,
     progress: Progress = lambda *_: None,
 ) -> SearchResult:
-    """Search a preset with `examples` of Hypothesis's examples (fewer once it fails) and twice as many plain ones."""
+    """Search a preset with `examples` of Hypothesis's examples (fewer once it fails), and plain ones for volume."""
     result = SearchResult(rules, SOUND[rules])
     started = time.perf_counter()
-    total = examples * (1 + DRIVEN_PER_EXAMPLE)
+    driven = examples * driven_per_example
+    total = examples + driven
     _shrinking_search(result, examples, seed, target, lambda done: progress(rules, done, total))
-    _driven_search(result, examples, seed, target, lambda done: progress(rules, examples + done, total))
+    _driven_search(result, driven, seed, target, lambda done: progress(rules, examples + done, total))
     result.missing = tuple(
         branch for branch in expected_branches(PRESETS[rules], sound=result.sound) if not result.reached[branch]
     )
@@ -136,7 +138,7 @@ def _driven_search(
     """Volume by the plain driver; what it finds is kept only if Hypothesis found nothing."""
     rng = random.Random(seed_number)
     started = time.perf_counter()
-    for number in range(1, examples * DRIVEN_PER_EXAMPLE + 1):
+    for number in range(1, examples + 1):
         world, monitor = example(rng, PRESETS[result.rules], target=target)
         result.examples += 1
         result.rounds += monitor.rounds

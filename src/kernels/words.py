@@ -1,0 +1,30 @@
+"""Pools seen as integer words: what copies and poison work on, so that a NaN keeps its payload."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+INTEGER: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def element_words(tensor: torch.Tensor) -> torch.Tensor:
+    """View each element as the integer of its size; shape and strides stay."""
+    return tensor.view(INTEGER[tensor.element_size()])
+
+
+def as_words(pool: torch.Tensor, *, widest: int = 4) -> torch.Tensor:
+    """View ``pool`` [units, ...], each unit contiguous, as integers [units, words].
+
+    Words are as wide as the unit's size, the distance between units and the pool's start in its storage allow.
+    """
+    if pool.dim() < 2 or (len(pool) and not pool[0].is_contiguous()):
+        raise ValueError(f"a pool of shape {list(pool.shape)}, strides {pool.stride()}: [units, ...], each contiguous")
+    words = element_words(pool.flatten(1))
+    size = pool.element_size()
+    distances = (words.shape[1] * size, words.stride(0) * size, words.storage_offset() * size)
+    for wide in (4, 2):
+        if size < wide <= widest and all(distance % wide == 0 for distance in distances):
+            return words.view(INTEGER[wide])
+    return words

@@ -1,0 +1,149 @@
+"""Why a replay failed: the promise that broke, who spent it, the point of no return, and the change that avoids it.
+
+Everything is found by replays of the trace; nothing of the scheduler is assumed but the target protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+from kvledger.diagnose_future import FutureSearch, Searched
+from kvledger.diagnose_history import History, watch
+from kvledger.diagnose_promise import BrokenPromise, Spending, find_breach
+from kvledger.invariants import INVARIANTS
+from kvledger.monitor import checked_replay
+from kvledger.node import NodeSettings, PrefillNode
+from kvledger.replay import Outcome, TargetFactory, replay
+from kvledger.rules import AccountingRules
+from kvledger.trace import Trace, TraceError
+
+MAX_CHANGES = 2
+"""Switches that are changed together at most."""
+
+_INVARIANT_OF = {"oom": "admitted-finishes", "stuck": "progress"}
+
+
+@dataclass(frozen=True, slots=True)
+class NoReturn:
+    """The decision after which it was too late: the one about `request` in `round`, of that kind."""
+
+    round: int
+    request: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What `kvledger explain` says of a trace under `rules`; `document` is its JSON contract.
+
+    No promise is broken in a run that is ok, nor in one that breaks another invariant. `point_of_no_return` is None
+    if the promises could be kept to the end (transfers came in time, or the rules wait for them). `avoided_by` are
+    the fewest switches of the rules under which the same trace ends ok; None if no one or two of them do.
+    """
+
+    rules: AccountingRules
+    outcome: Outcome
+    broken_promise: BrokenPromise | None = None
+    spent_by: tuple[Spending, ...] = ()
+    point_of_no_return: NoReturn | None = None
+    searched: Searched = Searched()
+    avoided_by: tuple[tuple[str, Any], ...] | None = None
+
+    @property
+    def verdict(self) -> str:
+        return self.outcome.verdict
+
+    @property
+    def reason(self) -> str | None:
+        """Why the invariant behind the verdict must hold, in a phrase."""
+        name = _INVARIANT_OF.get(self.verdict, self.verdict)
+        return next((invariant.reason for invariant in INVARIANTS if invariant.name == name), None)
+
+    def document(self) -> dict[str, Any]:
+        promise, point = self.broken_promise, self.point_of_no_return
+        return {
+            "broken_promise": promise
+            and {
+                "request": promise.request,
+                "kind": promise.kind,
+                "tokens": promise.tokens,
+                "round": promise.round,
+            },
+            "spent_by": [{"request": each.request, "how": each.how, "tokens": each.tokens} for each in self.spent_by],
+            "point_of_no_return": point and {"round": point.round, "request": point.request},
+            "avoided_by": None if self.avoided_by is None else dict(self.avoided_by),
+        }
+
+
+def diagnose(
+    trace: Trace,
+    rules: AccountingRules | None = None,
+    target: TargetFactory = PrefillNode,
+    *,
+    source: str = "trace",
+) -> Diagnosis:
+    """Explain how `trace` ends under its own rules or others. TraceError, naming `source`, if an event cannot happen."""
+    history = watch(trace, rules or trace.accounting_rules, target, source)
+    outcome = history.outcome
+    if outcome.verdict == "ok":
+        return Diagnosis(history.rules, outcome)
+    breach = find_breach(history)
+    search = FutureSearch(history)
+    point = _point_of_no_return(history, search) if breach is not None else None
+    return Diagnosis(
+        rules=history.rules,
+        outcome=outcome,
+        broken_promise=breach and breach.promise,
+        spent_by=breach.spent_by if breach is not None else (),
+        point_of_no_return=point,
+        searched=search.searched,
+        avoided_by=_avoided_by(history),
+    )
+
+
+def _point_of_no_return(history: History, search: FutureSearch) -> NoReturn | None:
+    moment = search.point_of_no_return()
+    if moment is not None and moment.decision is not None:
+        return NoReturn(moment.round, moment.decision.request, moment.decision.kind)
+    failure = history.outcome.failure
+    if failure is None or not history.moments:
+        return None
+    # every decision that was finished could still have been lived with: it is the one that failed half-way
+    return NoReturn(history.outcome.rounds[-1].round, failure.request, "admitted")
+
+
+def _avoided_by(history: History) -> tuple[tuple[str, Any], ...] | None:
+    """The fewest changed switches under which the trace ends ok, in the order of `_changes`."""
+    changes = list(_changes(history.rules, history.trace.node))
+    for count in range(1, MAX_CHANGES + 1):
+        for chosen in combinations(changes, count):
+            if _ends_ok(history, replace(history.rules, **dict(chosen))):
+                return chosen
+    return None
+
+
+def _changes(rules: AccountingRules, node: NodeSettings) -> Iterator[tuple[str, Any]]:
+    """Each switch turned to its safe side, the fix first."""
+    if not rules.reserve_tail:
+        yield "reserve_tail", True
+    if not rules.spend_gap:
+        yield "spend_gap", True
+    if rules.grid_tokens(page_size=node.page_size, node_align=node.checkpoint_align) != node.page_size:
+        yield "checkpoint_align", "page_size"
+    if rules.on_shortage == "force":
+        yield "on_shortage", "defer"
+    if rules.truncation_align is not None:
+        yield "truncation_align", None
+
+
+def _ends_ok(history: History, rules: AccountingRules) -> bool:
+    """A bare replay says no sooner than a checked one, and mostly the answer is no."""
+    try:
+        if replay(history.trace, rules, target=history.target).verdict != "ok":
+            return False
+        return checked_replay(history.trace, rules, target=history.target).verdict == "ok"
+    except TraceError:
+        return False

@@ -1,0 +1,133 @@
+"""A checked replay kept step by step: after each decision, round and event, what was there and what was still owed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvledger.invariants import needed_pages_of
+from kvledger.monitor import InvariantMonitor
+from kvledger.node import NodeSettings
+from kvledger.record import Decision, RoundRecord, Snapshot
+from kvledger.replay import Outcome, Stuck, Target, TargetFactory, replay
+from kvledger.rules import AccountingRules
+from kvledger.trace import Abort, Event, Release, Round, Trace, Transferred
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The pages right after a decision, after another event, or (neither of them given) at the end of a round.
+
+    `step` is this step's place in the history, `round` the round it is in or follows. `needs` are the pages that each
+    admitted, unfinished request has yet to allocate, in admission order.
+    """
+
+    step: int
+    round: int
+    decision: Decision | None
+    event: Event | None
+    baseline_pages: int
+    leaked_pages: int
+    needs: tuple[tuple[str, int], ...]
+
+    @property
+    def covered(self) -> bool:
+        """What is there is enough for all that was admitted."""
+        return self.baseline_pages >= sum(pages for _, pages in self.needs)
+
+    @property
+    def gives_back(self) -> bool:
+        """The environment may have returned slots."""
+        return isinstance(self.event, Transferred | Release | Abort)
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Up to the failure, if there is one. `steps` is the trace with its drains written out as rounds and transfers.
+
+    A target that does not show its decisions has no moments.
+    """
+
+    trace: Trace
+    rules: AccountingRules
+    target: TargetFactory
+    outcome: Outcome
+    steps: tuple[Event, ...]
+    moments: tuple[Moment, ...]
+
+    @property
+    def failed(self) -> bool:
+        """It ran out of memory or got stuck; a broken invariant alone may pass without harm."""
+        return self.outcome.failure is not None or self.outcome.stuck is not None
+
+    @property
+    def page_size(self) -> int:
+        return self.trace.node.page_size
+
+
+class _Witness(InvariantMonitor):
+    """Judges like InvariantMonitor, and keeps every step and moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Event] = []
+        self.moments: list[Moment] = []
+        self.until_stuck: tuple[int, int] | None = None
+        self._leaked_pages = 0
+
+    def attach(self, target: Target, settings: NodeSettings, rules: AccountingRules) -> None:
+        super().attach(target, settings, rules)
+        self._sees_decisions = "decisions" in target.capabilities
+        self._sees_pages = "pages" in target.capabilities
+
+    def after_decision(self, decision: Decision) -> None:
+        super().after_decision(decision)
+        self._keep(decision, None)
+
+    def after_round(self, record: RoundRecord) -> None:
+        super().after_round(record)
+        if record.failure is None:
+            self._count_leaks()
+            self._keep(None, None)
+        self.steps.append(Round())
+
+    def after_event(self, event: Event) -> None:
+        super().after_event(event)
+        self._count_leaks()
+        self._keep(None, event)
+        self.steps.append(event)
+
+    def stuck(self, stuck: Stuck) -> None:
+        super().stuck(stuck)
+        self.until_stuck = self.until_stuck or (len(self.steps), len(self.moments))
+
+    def _keep(self, decision: Decision | None, event: Event | None) -> None:
+        if not self._sees_decisions:
+            return
+        after = self.evidence.after
+        needs = tuple(
+            (each.rid, needed_pages_of(each, after.page_size)) for each in after.live if not each.in_flight
+        )
+        self.moments.append(
+            Moment(len(self.steps), self._round, decision, event, after.baseline_pages, self._leaked_pages, needs)
+        )
+
+    def _count_leaks(self) -> None:
+        if self._sees_pages:
+            self._leaked_pages = _ownerless_pages(self.evidence.after)
+
+
+def _ownerless_pages(s: Snapshot) -> int:
+    """Pages that are neither free nor anybody's; below zero if some are counted twice."""
+    cached_pages = sum(1 for page, _, _, _ in s.cached if page is not None)
+    private_pages = sum(len(request.pages) - request.shared_pages for request in s.live)
+    return s.pool_pages - s.free_pages - len(s.held) - cached_pages - private_pages
+
+
+def watch(trace: Trace, rules: AccountingRules, target: TargetFactory, source: str) -> History:
+    """Replay a trace with every invariant asked, and keep its history. TraceError if an event cannot happen."""
+    witness = _Witness()
+    outcome = replay(trace, rules, target=target, monitor=witness, source=source)
+    steps, moments = witness.steps, witness.moments
+    if outcome.failure is None and witness.until_stuck is not None:
+        steps, moments = steps[: witness.until_stuck[0]], moments[: witness.until_stuck[1]]
+    return History(trace, rules, target, outcome, tuple(steps), tuple(moments))

@@ -1,0 +1,164 @@
+"""A replay as text for a tired reader on a terminal of 100 columns: who was promised what, and who spent it.
+
+Pure functions, from records to lines. Names and messages come from traces, so all of them pass through `plain`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+from kvledger.replay import Broken, Outcome
+from kvledger.report import Replayed
+from kvledger.report.plain import COLUMNS, NAME_COLUMNS, named, plain, width, wrapped
+from kvledger.report.rounds import Gap, Layout, failure_words, gap_lines, round_lines, rounds_to_show, size_word
+from kvledger.rules import AccountingRules
+from kvledger.trace import Cached, Drain, Event, Hold, Round, Submit
+
+ALIGNED_NAME_COLUMNS = 16
+"""A longer name shifts its own row, not the table."""
+TITLE_COLUMNS = 300
+REASON_COLUMNS = 400
+NAMES_SHOWN = 5
+REJECTIONS_SHOWN = 10
+
+
+def replay_lines(replayed: Replayed, *, all_rounds: bool = False) -> list[str]:
+    """The whole report of one trace. `all_rounds` leaves nothing out."""
+    outcome = replayed.outcome
+    shown = [*outcome.rounds] if all_rounds else rounds_to_show(outcome)
+    layout = Layout(replayed.trace.node.page_size, _name_columns(outcome), everything=all_rounds)
+    lines = heading_lines(replayed)
+    for each in shown:
+        lines.append("")
+        if isinstance(each, Gap):
+            lines += gap_lines(each)
+        else:
+            lines += round_lines(each, [broken for broken in outcome.broken if broken.round == each.round], layout)
+    return [*lines, "", *ending_lines(replayed)]
+
+
+def _name_columns(outcome: Outcome) -> int:
+    widths = {width(named(decision.request)) for record in outcome.rounds for decision in record.decisions}
+    return max((columns for columns in widths if columns <= ALIGNED_NAME_COLUMNS), default=0)
+
+
+def summary_line(replays: Sequence[Replayed]) -> str:
+    """What became of several traces."""
+    failed = [replayed for replayed in replays if not replayed.passed]
+    names = [plain(replayed.source, 60) for replayed in failed[:NAMES_SHOWN]]
+    if len(failed) > len(names):
+        names.append(f"and {len(failed) - len(names)} more")
+    return f"{len(replays)} traces, {len(failed)} not as they should be{': ' if names else ''}{', '.join(names)}"
+
+
+# --- the heading
+
+
+def heading_lines(replayed: Replayed) -> list[str]:
+    """The experiment: where it comes from, its rules and sizes, and what is there at the start."""
+    trace, node = replayed.trace, replayed.trace.node
+    sizes = (
+        f"page {node.page_size}, grid {node.checkpoint_align}, chunk {size_word(node.chunked_prefill_size, 'off')}, "
+        f"max prefill {size_word(node.max_prefill_tokens, 'unlimited')}, pool {node.pool_tokens}, "
+        f"host {size_word(node.host_tokens, 'unlimited')}"
+    )
+    return [
+        f"=== {plain(replayed.source, COLUMNS - 8)} ===",
+        *wrapped(plain(trace.title, TITLE_COLUMNS)),
+        *wrapped(f"rules  {replayed.preset or 'own switches'} ({_switches(replayed.rules)})", 7),
+        *wrapped(f"node   {sizes}", 7),
+        *_start_lines(trace.events),
+        "Figures are tokens: the ledger's baseline, cur_rem_tokens, rem_total_tokens and rem_chunk_tokens",
+        "as they stood right after each decision.",
+    ]
+
+
+def _switches(rules: AccountingRules) -> str:
+    """The two switches that presets differ in, and whatever else is not as usual."""
+    usual = AccountingRules()
+    words = []
+    for field in fields(rules):
+        value = getattr(rules, field.name)
+        if field.name in ("checkpoint_align", "reserve_tail") or value != getattr(usual, field.name):
+            words.append(f"{field.name} {str(value).lower()}")
+    return ", ".join(words)
+
+
+def _start_lines(events: Sequence[Event]) -> list[str]:
+    """What is there before the first round, by the name of its prompt's last segment, its holder or its request."""
+    found: dict[str, list[tuple[str, int]]] = {}
+    for event in events:
+        match event:
+            case Round() | Drain():
+                break
+            case Cached(tier, prompt, locked):
+                where = f"cached on the {tier}{', locked' if locked else ''}:"
+                found.setdefault(where, []).append((prompt.segments[-1][0], prompt.tokens))
+            case Hold(name, tokens):
+                found.setdefault("held:", []).append((name, tokens))
+            case Submit(request, prompt):
+                found.setdefault("submitted:", []).append((request, prompt.tokens))
+    words = [f"{what} {_named_sizes(sizes)}" for what, sizes in found.items()]
+    marks = ["start  ", *[" " * 7] * len(words)]
+    return [line for mark, each in zip(marks, words, strict=False) for line in wrapped(mark + each, 9)]
+
+
+def _named_sizes(sizes: Sequence[tuple[str, int]]) -> str:
+    if len(sizes) <= NAMES_SHOWN:
+        return ", ".join(f"{named(name)} {tokens}" for name, tokens in sizes)
+    return f"{len(sizes)} of them, {sum(tokens for _, tokens in sizes)} in all"
+
+
+# --- how it ended
+
+
+def ending_lines(replayed: Replayed) -> list[str]:
+    """What was never admitted, what broke, the verdict, and whether it was expected."""
+    outcome = replayed.outcome
+    lines = _rejection_lines(outcome.rejected_at_submit)
+    if outcome.broken:
+        lines.append("broken invariants, in time order")
+        for broken in outcome.broken:
+            lines += wrapped(f"  round {broken.round}  {broken.invariant}: {_message(broken)}", 6)
+    if replayed.skipped:
+        lines += wrapped(f"not asked, because this target cannot show it: {', '.join(replayed.skipped)}", 6)
+    if lines:
+        lines.append("")
+    return [*lines, *wrapped(f"verdict  {outcome.verdict}{_why(outcome)}", 9), *_expectation(replayed)]
+
+
+def _rejection_lines(rejected: Sequence[tuple[str, str]]) -> list[str]:
+    lines: list[str] = []
+    for request, reason in rejected[:REJECTIONS_SHOWN]:
+        lines += wrapped(f"rejected at submit: {named(request)}: {plain(reason, REASON_COLUMNS)}", 6)
+    if len(rejected) > REJECTIONS_SHOWN:
+        lines.append(f"rejected at submit: {len(rejected) - REJECTIONS_SHOWN} more")
+    return lines
+
+
+def _message(broken: Broken) -> str:
+    """The message; a very long name in it is cut to what the rounds call it."""
+    name = broken.request
+    if name is None or len(name) <= NAME_COLUMNS:
+        return plain(broken.message, REASON_COLUMNS)
+    return named(name).join(plain(part, REASON_COLUMNS) for part in broken.message.split(name))
+
+
+def _why(outcome: Outcome) -> str:
+    if outcome.failure is not None:
+        return f" in round {outcome.rounds[-1].round}: {failure_words(outcome.failure)}"
+    if outcome.stuck is not None:
+        stuck = outcome.stuck
+        return (
+            f" in round {stuck.round}: {named(stuck.request)} still has {stuck.wanted} tokens to compute; free "
+            f"{stuck.free}, evictable {stuck.evictable}; {plain(stuck.message, REASON_COLUMNS)}"
+        )
+    return f" in round {outcome.broken[0].round}" if outcome.broken else ""
+
+
+def _expectation(replayed: Replayed) -> list[str]:
+    if replayed.expected is None:
+        return []
+    words = "as expected" if replayed.passed else f"NOT as expected: the trace expects {replayed.expected}"
+    return [f"         {words} under {replayed.preset}"]

@@ -1,0 +1,48 @@
+"""The public reports (`#N` is sgl-project/sglang): which mutant restates which, and why the others have none."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+REPORTS: tuple[str, ...] = (
+    "#5081",
+    "#7353",
+    "#7397",
+    "#22495",
+    "FreeToken#367",
+    "#28530",
+    "#36344",
+    "#30743",
+    "#22984",
+    "#27391",
+    "bytedance-iaas#741",
+    "#36855",
+    "#23174",
+    "#31205",
+    "#16067",
+    "#7434",
+    "#4602",
+    "#13108",
+    "#23006",
+    "#34572",
+    "sglang-jax#982",
+    "sglang-jax#1355",
+    "vllm#45388",
+    "mini-sglang#52",
+)
+
+OUT_OF_REACH: dict[str, str] = {
+    "#27391": "needs a second pool: the load-back takes sliding-window pages (one pool: load-back-outside-budget)",
+    "#23174": "needs a second pool: the chunk takes the whole window budget",
+    "#31205": "needs a second pool: the chunk budget is above the window pool's size",
+    "#7434": "needs decode: a retracted request comes back longer than its prompt",
+    "#4602": "needs decode: it is the decode step that runs out of pages",
+    "#13108": "needs preemption: a running request is put back for a newcomer",
+    "#23006": "needs pipeline ranks that replay a plan",
+    "#34572": "needs pipeline ranks whose queues can differ",
+}
+
+
+def restated(mutant: Mutant) -> list[str]:
+    """The reports that a mutant restates."""
+    return mutant.report.split(", ") if mutant.report else []

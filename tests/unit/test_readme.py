@@ -1,0 +1,41 @@
+"""What README shows is what happens."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from kvledger import cli
+
+README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+
+
+def _blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+
+
+def test_library_example_runs_and_refuses_the_third(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = _blocks("python")
+    assert len(example.strip().splitlines()) <= 20
+    exec(compile(example, "README.md", "exec"), {"__name__": "readme"})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["A CONTINUE 10880 10879", "B CONTINUE 8000 2814", "C NO_TOKEN 8000 2814"]
+
+
+def test_library_example_admits_it_under_the_rules_that_crashed(capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = _blocks("python")
+    exec(compile(example.replace("tail-reserved", "aligned"), "README.md", "exec"), {"__name__": "readme"})
+    assert capsys.readouterr().out.splitlines()[-1].startswith("C OTHER")
+
+
+def test_replayed_incident_is_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    (command,) = (line for block in _blocks("sh") for line in block.splitlines() if line.startswith("kvledger replay"))
+    assert cli.main(shlex.split(command)[1:]) == 0
+    printed = capsys.readouterr().out.strip()
+    assert printed in README
