@@ -19,7 +19,7 @@ from kvledger.kernels.tables import Ints, PrefillPlan, SlotMap, TableError, plan
 DTYPES: Final = (torch.float32, torch.bfloat16)
 
 # One product's shape on a CPU: large enough that torch's dispatch is not the cost, small enough for a chunk of a page.
-TORCH_BLOCKS: Final = (64, 128)
+TORCH_BLOCKS: Final = (128, 128)
 
 __all__ = ["PrefillPlan", "SlotMap", "TableError", "latent_store", "mla_prefill", "plan_prefill", "plan_slots"]
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from kvledger.kernels.launch import Launch
-from kvledger.kernels.tables import PrefillPlan, SlotMap
+from kvledger.kernels.tables import PrefillPlan, SlotMap, plan_slots, plan_tables
 
 # A rank padded past this spills: the accumulator alone is block_m * rank floats.
 MAX_RANK: Final = 512
@@ -76,14 +76,16 @@ def prefill_kernel(
     start = tl.load(tile + 3)
     end = tl.load(tile + 4)
 
-    position = first + tl.arange(0, BLOCK_M)
+    tile_row = tl.arange(0, BLOCK_M)
+    position = first + tile_row
     key_offset = tl.arange(0, BLOCK_N)
     rank_column = tl.arange(0, BLOCK_R)
     rope_column = tl.arange(0, BLOCK_P)
     here = ((position >= start) & (position < end))[:, None]
-    query_row = (row_of_zero + position).to(tl.int64) * heads + head
-    query = q + query_row[:, None] * (RANK + ROPE)
-    # Comparing with a constant is free where the block is not padded: the compiler folds it away.
+    # The first row's place is one 64-bit number, the others' distances from it fit 32 bits: registers are scarce.
+    first_row = (row_of_zero + first).to(tl.int64) * heads + head
+    row_offset = tile_row * heads
+    query = q + first_row * (RANK + ROPE) + row_offset[:, None] * (RANK + ROPE)
     query_rank = tl.load(query + rank_column[None, :], mask=here & (rank_column < RANK)[None, :], other=0.0)
     query_rope = tl.load(query + RANK + rope_column[None, :], mask=here & (rope_column < ROPE)[None, :], other=0.0)
 
@@ -96,11 +98,10 @@ def prefill_kernel(
         exists = key_position < stop
         if PAGE_SIZE % BLOCK_N == 0:
             page = tl.load(table_row + begin // PAGE_SIZE).to(tl.int64)
-            key_row = page * page_rows + begin % PAGE_SIZE + key_offset
+            key = pages + (page * page_rows + begin % PAGE_SIZE) * (RANK + ROPE) + key_offset[:, None] * (RANK + ROPE)
         else:
             pages_of_keys = tl.load(table_row + key_position // PAGE_SIZE, mask=exists, other=0).to(tl.int64)
-            key_row = pages_of_keys * page_rows + key_position % PAGE_SIZE
-        key = pages + key_row[:, None] * (RANK + ROPE)
+            key = pages + (pages_of_keys * page_rows + key_position % PAGE_SIZE)[:, None] * (RANK + ROPE)
         # Masked loads, not only masked scores: rows past `stop` may hold NaN, and 0 * NaN is NaN.
         key_rank = tl.load(key + rank_column[None, :], mask=exists[:, None] & (rank_column < RANK)[None, :], other=0.0)
         key_rope = tl.load(
@@ -117,8 +118,14 @@ def prefill_kernel(
         values = tl.dot(weights.to(key_rank.dtype), key_rank, values * fade[:, None], input_precision=PRECISION)
         top = new_top
 
-    result = out + query_row[:, None] * RANK + rank_column[None, :]
-    values = values / total[:, None]
+    # Read once more, so that nothing about the rows has to stay in registers through the loop.
+    again = tl.load(tile + 1, volatile=True)
+    position = again + tl.arange(0, BLOCK_M)
+    here = ((position >= start) & (position < end))[:, None]
+    first_row = (row_of_zero + again).to(tl.int64) * heads + head
+    row_offset = (position - first) * heads
+    result = out + first_row * RANK + row_offset[:, None] * RANK + rank_column[None, :]
+    values = values * (1.0 / total)[:, None]
     tl.store(result, values.to(out.dtype.element_ty), mask=here & (rank_column < RANK)[None, :])
 
 
@@ -197,3 +204,20 @@ def _column_block(words: int) -> int:
 def _page_rows(pages: torch.Tensor) -> int:
     """Return the distance of two pages in rows; more than page_size where layers lie between them."""
     return pages.stride(0) // pages.shape[2]
+
+
+def aot_variants() -> list[tuple[str, Launch]]:
+    """Return the launches of an executor on Hopper: latents of 512 + 64, pages of 64 tokens and of odd sizes."""
+    rank, rope = 512, 64
+    variants = []
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+        for page_size in (16, 64, 128):
+            pages = torch.empty(8, page_size, rank + rope, dtype=dtype, device="meta")
+            q = torch.empty(64, 32, rank + rope, dtype=dtype, device="meta")
+            out = torch.empty(64, 32, rank, dtype=dtype, device="meta")
+            table = torch.arange(64 // page_size + 1)[None]
+            plan = plan_tables(pages, table, [0, 64], [0], "triton", prefill_blocks(dtype, interpret=False))
+            variants.append((f"mla_prefill-{name}-page{page_size}", prefill_launch(q, pages, plan, 0.1, rank, out)))
+            latents = torch.empty(64, rank + rope, dtype=dtype, device="meta")
+            variants.append((f"latent_store-{name}-page{page_size}", store_launch(latents, pages, plan_slots(range(64), pages))))
+    return variants

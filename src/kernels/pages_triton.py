@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from kvledger.kernels.launch import Launch
+from kvledger.kernels.words import as_words
 
 COPY_WORDS: Final = 4096
 
@@ -62,3 +63,13 @@ def copy_launch(src: torch.Tensor, dst: torch.Tensor, src_units: torch.Tensor, d
         "BLOCK": block,
     }
     return Launch(copy_kernel, (len(src_units), triton.cdiv(words, block)), args)
+
+
+def aot_variants() -> list[tuple[str, Launch]]:
+    """Return the copies of an executor on Hopper: one layer's latent page of 64 tokens, 512 + 64 wide."""
+    variants = []
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+        pool = as_words(torch.empty(8, 64, 576, dtype=dtype, device="meta"))
+        units = torch.empty(4, dtype=torch.int64, device="meta")
+        variants.append((f"page_copy-latents-{name}-page64", copy_launch(pool, pool, units, units)))
+    return variants

@@ -46,6 +46,8 @@ class PrefillRequest(Protocol):
 
 
 class Allocator(Protocol):
+    """Says how many slots are free, in tokens."""
+
     def available_size(self) -> int: ...
 
 
@@ -69,7 +71,7 @@ def _nothing(_req: PrefillRequest) -> None:
 
 
 class PrefillAdder:
-    """One round's admission: fresh offsets, `add_chunked_req` for the half-done request, `add_one_req` for each waiting.
+    """One round's admission: fresh offsets, `add_chunked_req` for the half-done request, `add_one_req` for the others.
 
     Sizes are tokens. `rem_chunk_tokens` None turns chunking off, `rem_input_tokens` None lifts the prefill limit.
     `tree_cache` needs `full_evictable_size()` (preferred, for hybrid pools) or `evictable_size()`. Only the deciding
@@ -216,7 +218,7 @@ class PrefillAdder:
         self.compute.spend(chunk_tokens)
 
     def _cut(self, req: PrefillRequest, tail_tokens: int) -> None:
-        """What a cut does to the books: the tail is reserved, or the chunk budget is given up, or (upstream) nothing."""
+        """What a cut does to the books: the tail is reserved, the chunk budget given up, or (upstream) nothing."""
         if self.rules.reserve_tail:
             self._reserve(req, tail_tokens)
         if self.rules.spend_gap:

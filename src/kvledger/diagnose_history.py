@@ -104,9 +104,7 @@ class _Witness(InvariantMonitor):
         if not self._sees_decisions:
             return
         after = self.evidence.after
-        needs = tuple(
-            (each.rid, needed_pages_of(each, after.page_size)) for each in after.live if not each.in_flight
-        )
+        needs = tuple((each.rid, needed_pages_of(each, after.page_size)) for each in after.live if not each.in_flight)
         self.moments.append(
             Moment(len(self.steps), self._round, decision, event, after.baseline_pages, self._leaked_pages, needs)
         )

@@ -222,7 +222,7 @@ def _conserved(e: Evidence) -> Finding | None:
     """Free, cached, private and held pages are disjoint by identity, and together they are the pool."""
     s = e.after
     used = [*s.released, *s.held]
-    used += [page for page, _, _, _ in s.cached if page is not None]
+    used += [page for page, _, _, _ in s.cached]
     for request in s.live:
         used += request.private_pages
     distinct = set(used)
@@ -241,8 +241,8 @@ def _no_use_after_free(e: Evidence) -> Finding | None:
     s = e.after
     if not s.live:
         return None
-    locked = {page for page, lock_refs, _, _ in s.cached if page is not None and lock_refs > 0}
-    cached = {page for page, _, _, _ in s.cached if page is not None}
+    locked = {page for page, lock_refs, _, _ in s.cached if lock_refs > 0}
+    cached = {page for page, _, _, _ in s.cached}
     free = set(s.released)
     owned: set[int] = set(s.held)
     for request in s.live:
@@ -250,7 +250,9 @@ def _no_use_after_free(e: Evidence) -> Finding | None:
         if len(shared) + len(private) != len(request.pages) or not shared.isdisjoint(private):
             return Finding(request.rid, f"{request.rid} has a page twice in its table")
         if not shared <= locked:
-            return Finding(request.rid, f"{request.rid} uses cached pages that no lock protects: {_few(shared - locked)}")
+            return Finding(
+                request.rid, f"{request.rid} uses cached pages that no lock protects: {_few(shared - locked)}"
+            )
         if not private.isdisjoint(free) or not private.isdisjoint(owned) or not private.isdisjoint(cached):
             return Finding(
                 request.rid, f"{request.rid} uses pages that are not its own: {_few(private & (free | owned | cached))}"
@@ -265,7 +267,7 @@ def _no_use_after_free(e: Evidence) -> Finding | None:
 def _quiescent(e: Evidence) -> Finding | None:
     s = e.after
     locked_pages = sum(1 for _, lock_refs, pinned_refs, _ in s.cached if lock_refs != pinned_refs)
-    accounted_pages = s.free_pages + len(s.held) + sum(1 for page, _, _, _ in s.cached if page is not None)
+    accounted_pages = s.free_pages + len(s.held) + len(s.cached)
     leaked_pages = s.pool_pages - accounted_pages
     if not (locked_pages or leaked_pages or s.live or s.open_promises):
         return None
@@ -292,19 +294,46 @@ _DECISIONS = frozenset({"decisions"})
 _PAGES = frozenset({"pages"})
 
 INVARIANTS: tuple[Invariant, ...] = (
-    Invariant("promises-covered", "the pool can still give all that was admitted", "decision", _promises_covered, _DECISIONS),
+    Invariant(
+        "promises-covered", "the pool can still give all that was admitted", "decision", _promises_covered, _DECISIONS
+    ),
     Invariant("never-forced", "a forced chunk is an allocation nobody counted", "decision", _never_forced, _DECISIONS),
     Invariant("order", "what is due now is part of what is due at all", "decision", _order, _OFFSETS),
-    Invariant("ledger-exact", "an offset is the sum of what was promised, no more, no less", "decision", _ledger_exact, _OFFSETS),
-    Invariant("gate-covers-charge", "an admission is charged no more than its gate asked for", "decision", _gate_covers_charge, _OFFSETS),
+    Invariant(
+        "ledger-exact",
+        "an offset is the sum of what was promised, no more, no less",
+        "decision",
+        _ledger_exact,
+        _OFFSETS,
+    ),
+    Invariant(
+        "gate-covers-charge",
+        "an admission is charged no more than its gate asked for",
+        "decision",
+        _gate_covers_charge,
+        _OFFSETS,
+    ),
     Invariant("batch-in-budget", "a spent compute budget admits nobody", "decision", _batch_in_budget, _DECISIONS),
-    Invariant("fix-is-minimal", "a refusal for memory is never more than safety needs", "decision", _fix_is_minimal, _OFFSETS),
-    Invariant("refusal-is-free", "a refused candidate must not cost the others anything", "decision", _refusal_is_free, _DECISIONS),
+    Invariant(
+        "fix-is-minimal", "a refusal for memory is never more than safety needs", "decision", _fix_is_minimal, _OFFSETS
+    ),
+    Invariant(
+        "refusal-is-free",
+        "a refused candidate must not cost the others anything",
+        "decision",
+        _refusal_is_free,
+        _DECISIONS,
+    ),
     Invariant("one-half-done", "there is one place for a half-done request", "decision", _one_half_done, _DECISIONS),
     Invariant("on-grid", "KDA state is only saved on the checkpoint grid", "decision", _on_grid, _DECISIONS),
-    Invariant("admitted-finishes", "a failed allocation ends the process, and every request with it", "round", _admitted_finishes),
+    Invariant(
+        "admitted-finishes",
+        "a failed allocation ends the process, and every request with it",
+        "round",
+        _admitted_finishes,
+    ),
     Invariant("conserved", "a page has one owner, and none is lost", "event", _conserved, _PAGES),
     Invariant("no-use-after-free", "a page in use must not be given away", "event", _no_use_after_free, _PAGES),
     Invariant("quiescent", "what is left at rest is a leak", "rest", _quiescent, _PAGES),
     Invariant("progress", "a safe scheduler that starves is no scheduler", "stuck", _progress),
-)  # fmt: skip
+)

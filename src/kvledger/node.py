@@ -7,16 +7,16 @@ allocate and run. Step numbers in comments are those of the design.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvledger.adder import AddReqResult, Chunk, PrefillAdder
 from kvledger.arithmetic import ceil_pages, floor_tokens
-from kvledger.ledger import Due
-from kvledger.pool import OutOfPages, PagePool, PrefillOutOfMemory
-from kvledger.radix import PrefixTree
-from kvledger.record import AllocationFailure, Decision, DecisionKind, LiveRequest, RoundRecord, Snapshot
-from kvledger.request import CachedPage, Prompt, Request, RequestState
+from kvledger.occupancy import Occupancy
+from kvledger.pool import OutOfPages, PrefillOutOfMemory
+from kvledger.record import Decision, DecisionKind, RoundRecord, Snapshot
+from kvledger.request import Prompt, Request, RequestState
 from kvledger.rules import AccountingRules
+from kvledger.views import decision_of, device_page, failure_of, snapshot_of
 
 FIRST_TOKEN = 1
 """A prefill node makes one token per request; the rest of the output is the decode node's."""
@@ -43,14 +43,6 @@ class NodeSettings:
         return None if self.host_tokens is None else self.host_tokens // self.page_size
 
 
-@dataclass(slots=True)
-class Held:
-    """Slots that something outside the trace took, and the pages they occupy."""
-
-    tokens: int = 0
-    pages: list[int] = field(default_factory=list)
-
-
 class Watcher:
     """Told of each decision while the node stands still; the default watches nothing."""
 
@@ -58,23 +50,20 @@ class Watcher:
     def after_decision(self, decision: Decision) -> None: ...
 
 
-class PrefillNode:
+class PrefillNode(Occupancy):
     """The project's own scheduler, pool and prefix cache. Names of requests are unique over its life."""
 
     capabilities = frozenset({"offsets", "decisions", "pages"})
 
     def __init__(self, settings: NodeSettings, rules: AccountingRules, watcher: Watcher | None = None) -> None:
+        super().__init__(settings.page_size, settings.pool_pages, settings.host_pages)
         self.settings = settings
         self.rules = rules
         self.watcher = watcher or Watcher()
-        self.page_size = settings.page_size
         self.grid_tokens = rules.grid_tokens(page_size=settings.page_size, node_align=settings.checkpoint_align)
-        self.pool = PagePool(settings.pool_pages, settings.page_size)
-        self.tree = PrefixTree(self.pool, settings.host_pages)
         self.waiting: OrderedDict[str, Request] = OrderedDict()
         self.chunked_req: Request | None = None
         self.live: dict[str, Request] = {}
-        self.held: dict[str, Held] = {}
         self.rounds = 0
         self._unsettled: PrefillAdder | None = None
 
@@ -103,43 +92,6 @@ class PrefillNode:
         if self.waiting.pop(rid, None) is None and rid in self.live:
             self._end(self.live[rid])
 
-    def cache_on_device(self, prompt: Prompt, *, locked: bool) -> None:
-        """Put a prompt's full pages on the device; `locked` ones stay so. OutOfPages if they do not fit."""
-        keys = prompt.page_keys(self.page_size)
-        on_device = [cached for cached in self.tree.match(keys) if cached.page is not None]
-        self.tree.lock(on_device)
-        try:
-            pages = self.tree.allocate(len(keys) - len(on_device))
-        except OutOfPages:
-            self.tree.unlock(on_device)
-            raise
-        parent = on_device[-1] if on_device else self.tree.root
-        path = on_device + self.tree.insert(parent, keys[len(on_device) :], pages)
-        self.tree.touch(path)
-        if locked:
-            for cached in path:
-                cached.pinned_refs += 1
-        else:
-            self.tree.unlock(path)
-
-    def cache_on_host(self, prompt: Prompt) -> None:
-        self.tree.insert_on_host(prompt.page_keys(self.page_size))
-
-    def hold(self, name: str, tokens: int) -> None:
-        """Take plain slots, rounded up to pages, out of the pool. OutOfPages if there are not as many."""
-        pages = self.tree.allocate(ceil_pages(tokens, self.page_size))
-        held = self.held.setdefault(name, Held())
-        held.tokens += tokens
-        held.pages += pages
-
-    def release(self, name: str, tokens: int | None = None) -> None:
-        """Give held slots back: all of them, or `tokens`, keeping whole pages for the rest."""
-        held = self.held.get(name, Held())
-        held.tokens = 0 if tokens is None else max(0, held.tokens - tokens)
-        keep_pages = ceil_pages(held.tokens, self.page_size)
-        self.pool.free(held.pages[keep_pages:])
-        del held.pages[keep_pages:]
-
     # --- one round
 
     def run_round(self) -> RoundRecord:
@@ -155,7 +107,7 @@ class PrefillNode:
             batch_is_full = self._admit(adder, decisions)
         except PrefillOutOfMemory as error:
             failure = error
-        figures = self._figures(adder)
+        baseline, rem_total, cur_rem = adder.memory.baseline, adder.rem_total_tokens, adder.cur_rem_tokens
         state, promises = adder.budget_state(), tuple(adder.memory.entries())
         if failure is None:
             failure = self._allocate_batch(adder)
@@ -166,9 +118,9 @@ class PrefillNode:
         )
         return RoundRecord(
             round=self.rounds,
-            baseline=figures["baseline"],
-            rem_total_tokens=figures["rem_total_tokens"],
-            cur_rem_tokens=figures["cur_rem_tokens"],
+            baseline=baseline,
+            rem_total_tokens=rem_total,
+            cur_rem_tokens=cur_rem,
             rem_chunk_tokens=adder.rem_chunk_tokens,
             budget_state=state,
             batch_is_full=batch_is_full,
@@ -180,7 +132,7 @@ class PrefillNode:
             evicted_pages=evicted_pages,
             dropped_pages=dropped_pages,
             shared_pages=shared_pages,
-            failure=failure and _failure_record(failure),
+            failure=None if failure is None else failure_of(failure),
         )
 
     def _open_books(self) -> PrefillAdder:
@@ -204,7 +156,7 @@ class PrefillNode:
         self.watcher.before_decision()
         adder.add_chunked_req(request)
         kind: DecisionKind = "deferred" if adder.deferred else "resumed"
-        self._decided(adder, decisions, request, kind)
+        self._decided(decisions, decision_of(adder, request, kind))
 
     def _admit(self, adder: PrefillAdder, decisions: list[Decision]) -> bool:
         """Step 3: the queue, until an answer that is not CONTINUE. Says whether memory was what ended it."""
@@ -223,9 +175,7 @@ class PrefillNode:
             del self.waiting[request.rid]
         return state is AddReqResult.NO_TOKEN
 
-    def _decide(
-        self, adder: PrefillAdder, decisions: list[Decision], request: Request
-    ) -> tuple[AddReqResult, bool]:
+    def _decide(self, adder: PrefillAdder, decisions: list[Decision], request: Request) -> tuple[AddReqResult, bool]:
         """One candidate: match, ask the adder, and on admission give it its cached pages."""
         self._match(request)
         newly_locked_pages = sum(1 for cached in request.device_hit if not cached.lock_refs)
@@ -241,14 +191,14 @@ class PrefillNode:
         if joined:
             self._take_hit(request)
         kind: DecisionKind = adder.can_run_list[-1].kind if joined else "refused"
-        self._decided(
+        decision = decision_of(
             adder,
-            decisions,
             request,
             kind,
             reason=None if joined else state,
             newly_locked_tokens=newly_locked_pages * self.page_size,
         )
+        self._decided(decisions, decision)
         return state, joined
 
     def _match(self, request: Request) -> None:
@@ -265,7 +215,7 @@ class PrefillNode:
         """An admitted request owns its hit: locked, used just now, first in its page table."""
         self.tree.touch(request.device_hit + request.host_hit)
         request.locked = request.device_hit + request.host_hit
-        request.pages = [_device_page(cached) for cached in request.locked]
+        request.pages = [device_page(cached) for cached in request.locked]
         request.prefix_tokens += request.host_hit_tokens
         request.host_hit_tokens = 0
         request.device_hit, request.host_hit = [], []
@@ -304,7 +254,7 @@ class PrefillNode:
         parent = request.locked[-1] if request.locked else self.tree.root
         path = self.tree.insert(parent, keys, request.pages[first:end])
         request.locked.extend(path)
-        request.pages[first:end] = [_device_page(cached) for cached in path]
+        request.pages[first:end] = [device_page(cached) for cached in path]
 
     def _end(self, request: Request) -> None:
         """The request's lock goes, its cached pages become evictable, its partly filled last page is freed."""
@@ -326,79 +276,12 @@ class PrefillNode:
         """Names of requests whose KV is being sent, in admission order."""
         return tuple(rid for rid, request in self.live.items() if request.state is RequestState.IN_FLIGHT)
 
-    def _decided(
-        self,
-        adder: PrefillAdder,
-        decisions: list[Decision],
-        request: Request,
-        kind: DecisionKind,
-        *,
-        reason: AddReqResult | None = None,
-        newly_locked_tokens: int = 0,
-    ) -> None:
-        chunk = adder.can_run_list[-1] if kind not in ("refused", "deferred") else None
-        start = request.prefix_tokens
-        decision = Decision(
-            request=request.rid,
-            kind=kind,
-            prompt_tokens=request.prompt_tokens,
-            prefix_tokens=request.prefix_tokens - (chunk.load_back if chunk else 0),
-            start=chunk.start if chunk else start,
-            end=chunk.end if chunk else start,
-            load_back=chunk.load_back if chunk else 0,
-            newly_locked_tokens=newly_locked_tokens,
-            reason=reason,
-            forced=adder.forced and kind == "resumed",
-            rem_chunk_tokens=adder.rem_chunk_tokens,
-            rem_input_tokens=adder.rem_input_tokens,
-            **self._figures(adder),
-        )
-        decisions.append(decision)
-        self.watcher.after_decision(decision)
-
-    def _figures(self, adder: PrefillAdder) -> dict[str, int]:
-        return {
-            "baseline": adder.memory.baseline,
-            "rem_total_tokens": adder.rem_total_tokens,
-            "cur_rem_tokens": adder.cur_rem_tokens,
-        }
-
     def _counters(self) -> tuple[int, int, int]:
         return self.tree.evicted_pages, self.tree.dropped_pages, self.tree.shared_pages
 
+    def _decided(self, decisions: list[Decision], decision: Decision) -> None:
+        decisions.append(decision)
+        self.watcher.after_decision(decision)
+
     def snapshot(self) -> Snapshot:
-        unsettled = self._unsettled.memory.entries() if self._unsettled is not None else ()
-        return Snapshot(
-            page_size=self.page_size,
-            pool_pages=self.settings.pool_pages,
-            released=self.pool.released(),
-            never_used=self.pool.never_used(),
-            cached=tuple(
-                (page.page, page.lock_refs, page.pinned_refs, page.last_used) for page in self.tree.cached_pages()
-            ),
-            live=tuple(_live_view(request) for request in self.live.values()),
-            waiting=tuple(self.waiting),
-            held=tuple(page for held in self.held.values() for page in held.pages),
-            open_promises=tuple(promise for promise in unsettled if promise.due is Due.NOW),
-        )
-
-
-def _device_page(cached: CachedPage) -> int:
-    assert cached.page is not None, f"cached page {cached.serial} of a request is not on the device"
-    return cached.page
-
-
-def _live_view(request: Request) -> LiveRequest:
-    return LiveRequest(
-        request.rid,
-        request.prompt_tokens,
-        tuple(request.pages),
-        request.shared_pages,
-        request.state is RequestState.IN_FLIGHT,
-    )
-
-
-def _failure_record(error: PrefillOutOfMemory) -> AllocationFailure:
-    return AllocationFailure(
-        error.request, error.wanted_tokens, error.free_tokens, error.evictable_tokens, str(error)
-    )
+        return snapshot_of(self, self.live.values(), self.waiting, self._unsettled)

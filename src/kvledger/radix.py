@@ -17,7 +17,7 @@ from kvledger.request import CachedPage, Request
 
 
 class LeafQueue:
-    """Leaves by recency. Entries go stale when their page is used, locked or grows a child, and are dropped when met."""
+    """Leaves by recency. Entries go stale when their page is used, locked or grows a child; met, they are dropped."""
 
     def __init__(self, is_leaf: Callable[[CachedPage], bool]) -> None:
         self._is_leaf = is_leaf
@@ -55,7 +55,7 @@ def _is_host_leaf(page: CachedPage) -> bool:
 
 
 class PrefixTree:
-    """Prefixes over a device pool and a host tier of `host_pages` (None: no limit); counts in pages, sizes in tokens."""
+    """Prefixes over a device pool and a host tier of `host_pages` (None: no limit). Counts: pages; sizes: tokens."""
 
     def __init__(self, pool: PagePool, host_pages: int | None) -> None:
         self.pool = pool
@@ -71,6 +71,7 @@ class PrefixTree:
         self._clock = 0
         self._serial = 0
         self._cached: dict[int, CachedPage] = {}
+        self._on_device: dict[int, CachedPage] = {}
         self._device_leaves = LeafQueue(_is_device_leaf)
         self._host_leaves = LeafQueue(_is_host_leaf)
 
@@ -84,7 +85,17 @@ class PrefixTree:
         return self.protected_pages * self.page_size
 
     def cached_pages(self) -> Iterable[CachedPage]:
+        """All pages, in either tier."""
         return self._cached.values()
+
+    def device_pages(self) -> Iterable[CachedPage]:
+        """Those on the device: never more than the pool has, whatever the host holds."""
+        return self._on_device.values()
+
+    @property
+    def clock(self) -> int:
+        """Recency's clock: it ticks whenever a page is used, in either tier."""
+        return self._clock
 
     def match(self, keys: Sequence[Hashable]) -> list[CachedPage]:
         """The run of cached pages from the root on: device pages first, then host pages. Touches nothing."""
@@ -152,6 +163,7 @@ class PrefixTree:
         assert victim.page is not None and victim.parent is not None
         self.pool.free([victim.page])
         victim.page = None
+        del self._on_device[victim.serial]
         self.evictable_pages -= 1
         self.evicted_pages += 1
         self._lost_device_child(victim.parent)
@@ -225,6 +237,7 @@ class PrefixTree:
         """A page of the host (or a new one) gets its device page; it is locked, so it counts as protected."""
         assert cached.page is None and cached.parent is not None and cached.lock_refs
         cached.page = page
+        self._on_device[cached.serial] = cached
         cached.parent.device_children += 1
         self.host_pages -= 1
         self.protected_pages += 1

@@ -118,9 +118,9 @@ class LiveRequest:
 
 @dataclass(frozen=True, slots=True)
 class PageView:
-    """A cached page: its device page number (None: on the host), locks (`pinned_refs` of them from outside), recency."""
+    """A cached page: its device page number, locks (`pinned_refs` of them from outside), recency."""
 
-    page: int | None
+    page: int
     lock_refs: int
     pinned_refs: int
     last_used: int
@@ -130,17 +130,20 @@ class PageView:
 class Snapshot:
     """Every page of the pool by identity, and every live request. `never_used` pages are free too.
 
-    `open_promises` are promises of the last round that were due then and were not settled by an allocation.
+    Of the host tier it has a count and, through `clock`, whether any page of either tier was used: a host may be a
+    hundred times the pool. `open_promises` were due in the last round and were not settled by an allocation.
     """
 
     page_size: int
     pool_pages: int
     released: tuple[int, ...]
     never_used: range
-    cached: tuple[tuple[int | None, int, int, int], ...]
+    cached: tuple[tuple[int, int, int, int], ...]
     live: tuple[LiveRequest, ...]
     waiting: tuple[str, ...]
     held: tuple[int, ...] = ()
+    host_pages: int = 0
+    clock: int = 0
     open_promises: tuple[Promise, ...] = field(default=())
 
     def pages(self) -> tuple[PageView, ...]:
@@ -153,7 +156,7 @@ class Snapshot:
 
     @property
     def evictable_pages(self) -> int:
-        return sum(1 for page, lock_refs, _, _ in self.cached if page is not None and not lock_refs)
+        return sum(1 for _, lock_refs, _, _ in self.cached if not lock_refs)
 
     @property
     def baseline_pages(self) -> int:

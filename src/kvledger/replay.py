@@ -84,7 +84,7 @@ class Monitor(Watcher):
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """Work is left, nothing moves, and nothing in flight could free memory. `wanted` tokens are still to be computed."""
+    """Work is left, nothing moves, and nothing in flight could free memory. `wanted` tokens are still to compute."""
 
     round: int
     request: str

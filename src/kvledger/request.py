@@ -78,6 +78,8 @@ class CachedPage:
 
 
 class RequestState(StrEnum):
+    """Where a request is in its life."""
+
     WAITING = "waiting"
     ADMITTED = "admitted"
     """In this round's batch, or half done between rounds: its prompt is not wholly computed."""

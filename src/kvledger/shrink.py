@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 from kvledger.invariants import INVARIANTS, Invariant, needed_pages_of
 from kvledger.monitor import InvariantMonitor
@@ -189,6 +190,14 @@ _SIZES = (
 )
 
 
+def _by_measure(found: _Found) -> Measure:
+    return found.measure
+
+
+def _shape(trace: Trace) -> tuple[int, int, tuple[Any, ...]]:
+    return len(trace.events), *shape_key(trace.events)
+
+
 class _Search:
     """What is looked for, what it has cost, and the smallest trace that broke it so far."""
 
@@ -222,16 +231,19 @@ class _Search:
         found = self._descend(found, outer)
         while True:
             before = found
-            found = min(found, self._from_scratch(found), key=lambda each: each.measure)
-            found = self._descend(found, (*outer, *_SIZES))
+            finalists = [found]
+            scratch = self._from_scratch(found)
+            if scratch is not None:
+                same_shape = _shape(scratch.trace) == _shape(found.trace)
+                finalists = [scratch, found] if same_shape else [scratch]
+            found = min((self._descend(each, (*outer, *_SIZES)) for each in finalists), key=_by_measure)
             if found.measure == before.measure:
                 return
 
-    def _from_scratch(self, found: _Found) -> _Found:
-        limit = len(found.trace.events), *shape_key(found.trace.events)
+    def _from_scratch(self, found: _Found) -> _Found | None:
         left = WORLD_EVALUATIONS
         for shape in shapes():
-            if (len(shape), *shape_key(shape)) > limit:
+            if (len(shape), *shape_key(shape)) > _shape(found.trace):
                 break
             for page_size in (1, 2, 4):
                 hits: list[_Found] = []
@@ -243,10 +255,10 @@ class _Search:
                         if len(hits) == HITS_PER_SHAPE:
                             break
                 if hits:
-                    return min((self._descend(hit, _SIZES) for hit in hits), key=lambda each: each.measure)
+                    return min((self._descend(hit, _SIZES) for hit in hits), key=_by_measure)
             if left <= 0:
                 break
-        return found
+        return None
 
     def _descend(self, found: _Found, passes: Iterable[tuple[str, Callable[[Trace], Pass]]]) -> _Found:
         while True:
@@ -272,8 +284,7 @@ class _Search:
     def _smaller(self, found: _Found, candidate: Trace, name: str) -> _Found | None:
         if not measure(candidate, found.rounds) < found.measure:
             return None
-        same_shape = shape_key(candidate.events) == shape_key(found.trace.events)
-        better = self._breaks(candidate, name, found.rounds if same_shape else None)
+        better = self._breaks(candidate, name, found.rounds)
         return better if better is not None and better.measure < found.measure else None
 
     def _breaks(self, trace: Trace, name: str, rounds: int | None) -> _Found | None:

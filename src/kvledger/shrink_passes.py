@@ -18,7 +18,14 @@ from kvledger.request import Prompt
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.trace import Abort, Cached, Drain, Event, Hold, Release, Round, Submit, Trace, Transferred
 
-NODE_SIZES = ("page_size", "checkpoint_align", "chunked_prefill_size", "max_prefill_tokens", "pool_tokens", "host_tokens")
+NODE_SIZES = (
+    "page_size",
+    "checkpoint_align",
+    "chunked_prefill_size",
+    "max_prefill_tokens",
+    "pool_tokens",
+    "host_tokens",
+)
 RULE_SIZES = ("checkpoint_align", "truncation_align")
 SUBSET_LIMIT = 12
 """Above so many sizes, triples are too many to try."""
@@ -267,7 +274,9 @@ def reordered(trace: Trace) -> Iterator[Trace]:
 
 def simpler_prompts(trace: Trace) -> Iterator[Trace]:
     """A prompt's segments joined into one of its own, or into its first; one dropped; a shared one made its own."""
-    taken = {segment for event in trace.events if isinstance(event, (Submit, Cached)) for segment, _ in event.prompt.segments}
+    taken = {
+        segment for event in trace.events if isinstance(event, (Submit, Cached)) for segment, _ in event.prompt.segments
+    }
     own = next(name for number in range(len(taken) + 1) if (name := f"own {number}") not in taken)
     for index, event in enumerate(trace.events):
         if not isinstance(event, (Submit, Cached)):
@@ -277,7 +286,9 @@ def simpler_prompts(trace: Trace) -> Iterator[Trace]:
         simpler = [((own, whole),)]
         if len(segments) > 1:
             simpler.append(((segments[0][0], whole),))
-        simpler += [(*segments[:number], *segments[number + 1 :]) for number in range(len(segments)) if len(segments) > 1]
+        simpler += [
+            (*segments[:number], *segments[number + 1 :]) for number in range(len(segments)) if len(segments) > 1
+        ]
         simpler += [
             (*segments[:number], (own, tokens), *segments[number + 1 :]) for number, (_, tokens) in enumerate(segments)
         ]

@@ -180,9 +180,7 @@ def _world(page_size: int, grid: int, chunk: int | None, pool: int) -> World:
 def small_traces(shape: Shape, page_size: int, rules: str | AccountingRules) -> Iterator[Trace]:
     """Traces of a shape on the small worlds of a page size: all sizes at landmarks, or a fixed choice of them."""
     names = sorted({name for event in shape for name in _size_names(event)})
-    choices = [
-        (world, sizes) for world in worlds(page_size) for sizes in product(world.landmarks, repeat=len(names))
-    ]
+    choices = [(world, sizes) for world in worlds(page_size) for sizes in product(world.landmarks, repeat=len(names))]
     # drawn, because neighbours in the product are much alike; from a seed of its own, because it must repeat
     order = random.Random(len(choices)).sample(choices, min(TRIES_PER_SHAPE, len(choices)))
     for world, sizes in order:

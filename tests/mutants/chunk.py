@@ -108,6 +108,17 @@ class PrefillLimitIgnored(AssembledNode):
         return adder
 
 
+@mutant("batch-in-budget", narrow=lambda settings: settings.chunked_prefill_size is None)
+class TooLongJoinsBatch(PrefillAdder):
+    """With chunking off, a prompt beyond what is left of `max_prefill_tokens` joins a batch that has begun."""
+
+    def _admissible_tokens(self, req: PrefillRequest) -> int | AddReqResult:
+        answer = super()._admissible_tokens(req)
+        if answer is AddReqResult.OTHER and self.rem_chunk_tokens is None:
+            return req.prompt_tokens - req.prefix_tokens - req.host_hit_tokens
+        return answer
+
+
 @mutant("batch-in-budget", "promises-covered", rules=AccountingRules(spend_gap=True))
 class GapKeptOnResume(PrefillAdder):
     """Only a fresh cut gives up the rest of the chunk budget: behind a resumed one the hole is open."""
@@ -148,6 +159,19 @@ class NoCutBesideLastChunk(PrefillAdder):
         if any(chunk.kind == "resumed" for chunk in self.can_run_list):
             return AddReqResult.OTHER
         return super()._truncated_tokens(req, rem_chunk_tokens)
+
+
+class _ResumesWhatTheBudgetAllows(PrefillAdder):
+    def _resumable_tokens(self, left: int) -> int | None:
+        tokens = super()._resumable_tokens(left)
+        return tokens if tokens is None or self.rem_chunk_tokens is None else min(self.rem_chunk_tokens, left)
+
+
+@mutant("admitted-finishes", rules=ALIGNED, base=DeferringNode)
+class ResumeOverlooksMemory(DeferringNode):
+    """A half-done request runs a whole chunk as long as anything remains, not only as much as remains."""
+
+    adder_type = _ResumesWhatTheBudgetAllows
 
 
 @mutant("never-forced", rules=ALIGNED, base=DeferringNode)

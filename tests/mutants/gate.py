@@ -60,6 +60,14 @@ class SecondPageInGate(PrefillAdder):
         return super()._needed_tokens(req) + self.page_size
 
 
+@mutant("fix-is-minimal")
+class HitAskedForInGate(PrefillAdder):
+    """The gate asks for the whole prompt, though its device hit is there already and locked."""
+
+    def _needed_tokens(self, req: PrefillRequest) -> int:
+        return super()._needed_tokens(req) + req.prefix_tokens
+
+
 @mutant("gate-covers-charge")
 class EqualityPassesGate(PrefillAdder):
     """`need <= remaining` where the gate says `need < remaining`; so would a gate that forgets the first token.
@@ -186,6 +194,21 @@ class StateNeverChecked(PrefillAdder):
 
     def budget_state(self) -> AddReqResult:
         return AddReqResult.CONTINUE
+
+
+@mutant("batch-in-budget")
+class QueueGoesOnAfterRefusal(AssembledNode):
+    """A refused candidate is passed over, and whoever is short enough overtakes it round after round."""
+
+    def _admit(self, adder: PrefillAdder, decisions: list[Decision]) -> bool:
+        state = AddReqResult.CONTINUE
+        for request in self.waiting.values():
+            if adder.can_run_list and adder.budget_state() is not AddReqResult.CONTINUE:
+                break
+            state, _ = self._decide(adder, decisions, request)
+        for chunk in adder.can_run_list:
+            self.waiting.pop(chunk.request.rid, None)
+        return state is AddReqResult.NO_TOKEN
 
 
 @mutant("progress")

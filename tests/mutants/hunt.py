@@ -43,12 +43,12 @@ class Hunt:
         return frozenset(self.first_broken) - frozenset(self.excused)
 
 
-def hunt(mutant: Mutant, least: int = LEAST_EXAMPLES) -> Hunt:
+def hunt(mutant: Mutant, *, most: int, least: int = LEAST_EXAMPLES) -> Hunt:
     """The same examples for every mutant and for its base, until the expected killers have all broken."""
     found = Hunt(mutant.name, sorted(mutant.killers))
     for seed in count():
         settled = found.examples >= least and mutant.killers <= found.killed_by
-        if settled or found.examples == mutant.most:
+        if settled or found.examples == most:
             break
         try:
             broken, crash = _broken_with(mutant, seed)

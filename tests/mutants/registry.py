@@ -11,6 +11,8 @@ GROUPS = (charge, books, gate, chunk, pages, life)
 BLIND: dict[str, str] = {
     "equality-passes-gate": "gate-covers-charge would have to ask the gate again, on books counted afresh",
     "whole-checked-raw": "batch-in-budget would have to count a whole prompt in pages",
+    "too-long-joins-batch": "batch-in-budget asks whether the limit was spent before, not whether it holds after",
+    "queue-goes-on-after-refusal": "nobody asks whether the queue ends at a refusal",
     "no-cut-beside-last-chunk": "nobody asks whether an OTHER was needed",
     "host-limit-ignored": "conserved does not count the host tier's pages",
     "entry-refuses-what-fits": "nobody asks whether a request rejected at submit would have fitted",

@@ -40,7 +40,7 @@ BUSY = replace(
     CALM, cached=(*CALM.cached, (4, 1, 0, 2), (5, 1, 0, 2)), live=(A, B), never_used=range(8, 10), released=(7,)
 )
 # Nothing is in use but the cache: page 0 evictable, page 1 pinned from outside.
-REST = replace(CALM, cached=((0, 0, 0, 1), (1, 1, 1, 1), (None, 0, 0, 1)), live=(), never_used=range(2, 10))
+REST = replace(CALM, cached=((0, 0, 0, 1), (1, 1, 1, 1)), live=(), never_used=range(2, 10))
 
 # C, 100 tokens, admitted whole into CALM's free pages: 128 + 64 now, 1 later.
 WHOLE = Decision(
@@ -123,8 +123,8 @@ CASES = [
     Case("promises-covered", "exactly covered", evidence(), (WHOLE,), HEALTHY),
     Case(
         "promises-covered",
-        "evictable pages count, host pages do not",
-        evidence(replace(CALM, cached=(*CALM.cached, (4, 0, 0, 1), (None, 0, 0, 1)), never_used=range(5, 10))),
+        "evictable pages count",
+        evidence(replace(CALM, cached=(*CALM.cached, (4, 0, 0, 1)), never_used=range(5, 10))),
         (WHOLE,),
         HEALTHY,
     ),
@@ -359,7 +359,7 @@ CASES = [
     Case("admitted-finishes", "a request is gone half done", evidence(computed={"Z": 64}), (RECORD,), "Z"),
     Case("conserved", "cached, private and released pages", evidence(BUSY), (), HEALTHY),
     Case("conserved", "held pages", evidence(replace(CALM, held=(4,), never_used=range(5, 10))), (), HEALTHY),
-    Case("conserved", "host pages have no slots", evidence(REST), (), HEALTHY),
+    Case("conserved", "all at rest", evidence(REST), (), HEALTHY),
     Case("conserved", "a page is lost", evidence(replace(BUSY, released=())), (), None, "1 belong to nobody"),
     Case("conserved", "a double free", evidence(replace(BUSY, released=(7, 7))), (), None, r"1 to two: \[7\]"),
     Case("conserved", "cached and free", evidence(replace(BUSY, released=(4, 7))), (), None, r"\[4\]"),
@@ -437,14 +437,6 @@ CASES = [
         "quiescent",
         "a lock is left on a pinned page",
         evidence(replace(REST, cached=((0, 0, 0, 1), (1, 2, 1, 1)))),
-        (),
-        None,
-        "1 pages are locked",
-    ),
-    Case(
-        "quiescent",
-        "a lock is left on the host",
-        evidence(replace(REST, cached=(*REST.cached[:2], (None, 1, 0, 1)))),
         (),
         None,
         "1 pages are locked",

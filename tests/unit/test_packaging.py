@@ -23,11 +23,18 @@ KERNELS = ROOT / "src" / "kernels"
 # Each module may import what stands left of it.
 ORDER = (
     *("arithmetic", "ledger", "rules", "adder"),
-    *("request", "pool", "radix", "record", "node"),
+    *("request", "pool", "radix", "record", "occupancy", "views", "node"),
     *("trace", "replay", "invariants", "monitor", "shrink", "diagnose"),
 )
 # A helper stands just left of the one module that may import it.
-HELPERS = {"schema": "trace"}
+HELPERS = {
+    "schema": "trace",
+    "shrink_passes": "shrink",
+    "shrink_worlds": "shrink",
+    "diagnose_history": "diagnose",
+    "diagnose_promise": "diagnose",
+    "diagnose_future": "diagnose",
+}
 
 
 # --- what is installed ---

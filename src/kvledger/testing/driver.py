@@ -53,5 +53,3 @@ def trace_of(world: World, rules: AccountingRules | str, title: str) -> Trace:
 
 def _draw(rng: random.Random, domains: Mapping[str, Domain]) -> dict[str, int]:
     return {name: rng.randint(low, high) for name, (low, high) in domains.items()}
-
-

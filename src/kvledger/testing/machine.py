@@ -6,45 +6,51 @@ hands out test items, and two machines of one source would otherwise run identic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, ClassVar
 
+from hypothesis import event, seed
 from hypothesis import strategies as st
 from hypothesis import target as towards
-from hypothesis.control import current_build_context
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kvledger.invariants import INVARIANTS, Invariant
-from kvledger.node import PrefillNode
 from kvledger.replay import Replay, TargetFactory
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.testing.driver import finish, trace_of
 from kvledger.testing.moves import MOVES, NODE_DOMAINS, RULES_DOMAINS, Domain, Move, World, draw_rules, draw_settings
+from kvledger.testing.profiles import profile_settings
 from kvledger.testing.reached import SearchMonitor
+from kvledger.testing.session import SESSION
 from kvledger.trace import Trace
 
 
 class InvariantBroken(AssertionError):
     """An invariant does not hold. Each invariant has a subclass, so that shrinking keeps to the one it found."""
 
+    def __init__(self, message: str, machine: AdmissionMachine) -> None:
+        super().__init__(message)
+        self.machine = machine
+
 
 def _broken_class(name: str) -> type[InvariantBroken]:
     return type(name, (InvariantBroken,), {})
 
 
-_BROKEN: Mapping[str, type[InvariantBroken]] = {invariant.name: _broken_class(invariant.name) for invariant in INVARIANTS}
+_BROKEN: Mapping[str, type[InvariantBroken]] = {
+    invariant.name: _broken_class(invariant.name) for invariant in INVARIANTS
+}
 
 
 class AdmissionMachine(RuleBasedStateMachine):
-    """One experiment. Subclasses say what is under test; `observe` is told of each that ends, failed or not."""
+    """One experiment. Subclasses say what is under test; see `observing` for those who want to know of each."""
 
     rules_name: ClassVar[str]
     accounting: ClassVar[AccountingRules]
     target_factory: ClassVar[TargetFactory]
     asked: ClassVar[tuple[Invariant, ...]] = INVARIANTS
-    observe: ClassVar[Callable[[AdmissionMachine], None] | None] = None
-    save: ClassVar[Callable[[Trace, str], object] | None] = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,6 +65,8 @@ class AdmissionMachine(RuleBasedStateMachine):
     def act(self, action: tuple[Move, dict[str, int]]) -> None:
         move, arguments = action
         assert self.world is not None, "initialize rules come first"
+        if SESSION.observe:
+            event(f"move {move.name}")
         self.world.apply(move.make(self.world, **arguments))
         self._judge()
 
@@ -71,10 +79,11 @@ class AdmissionMachine(RuleBasedStateMachine):
         if self.monitor.least_slack_pages is not None:
             pool_pages = self.world.settings.pool_pages
             towards(-self.monitor.least_slack_pages / pool_pages, label="nearness to out of memory")
-        if self.observe is not None:
-            type(self).observe(self)  # type: ignore[misc]
-        if self.save is not None and self.monitor.broken and current_build_context().is_final:
-            type(self).save(self.trace(), self.monitor.broken[0].invariant)  # type: ignore[misc]
+        if SESSION.observe:
+            for branch in self.monitor.reached:
+                event(f"met {branch}")
+        for observer in _OBSERVERS:
+            observer(self)
         if healthy:
             self._judge()
 
@@ -89,7 +98,20 @@ class AdmissionMachine(RuleBasedStateMachine):
     def _judge(self) -> None:
         if self.monitor.broken:
             first = self.monitor.broken[0]
-            raise _BROKEN[first.invariant](f"round {first.round}: {first.message}")
+            raise _BROKEN[first.invariant](f"round {first.round}: {first.message}", self)
+
+
+_OBSERVERS: list[Callable[[AdmissionMachine], object]] = []
+
+
+@contextmanager
+def observing(observer: Callable[[AdmissionMachine], object]) -> Iterator[None]:
+    """While open, `observer` is told of each experiment that ends, failed or not."""
+    _OBSERVERS.append(observer)
+    try:
+        yield
+    finally:
+        _OBSERVERS.remove(observer)
 
 
 def strategy(domains: Mapping[str, Domain]) -> dict[str, st.SearchStrategy[int]]:
@@ -111,23 +133,30 @@ def _strategies(move: Move) -> Mapping[str, st.SearchStrategy[int]]:
 
 
 def state_machine(
-    target: TargetFactory = PrefillNode,
+    target: TargetFactory | None = None,
     *,
-    rules: str | AccountingRules = "tail-reserved",
+    rules: str | AccountingRules | None = None,
     invariants: Iterable[Invariant] = INVARIANTS,
     moves: Iterable[Move] = MOVES,
     shard: int = 0,
     name: str | None = None,
 ) -> type[AdmissionMachine]:
-    """A machine class that puts `target` under test by `rules` (a preset's name or switches)."""
+    """A machine class that puts `target` under test by `rules` (a preset's name or switches).
+
+    What is left out comes from the session: the options of pytest, or the project's own node under `tail-reserved`.
+    """
+    target = target or SESSION.target
+    rules = rules or SESSION.rules or "tail-reserved"
     rules_name = rules if isinstance(rules, str) else "own rules"
-    body: dict[str, Any] = dict(
-        rules_name=rules_name,
-        accounting=PRESETS[rules] if isinstance(rules, str) else rules,
-        target_factory=target if isinstance(target, type) else staticmethod(target),
-        asked=tuple(invariants),
-        begin=initialize(**strategy({**NODE_DOMAINS, **RULES_DOMAINS}))(AdmissionMachine.begin),
-        act=rule(action=actions(tuple(moves)))(AdmissionMachine.act),
-        shard=shard,
-    )
-    return type(name or f"Admission_{rules_name.replace('-', '_')}_{shard}", (AdmissionMachine,), body)
+    body: dict[str, Any] = {
+        "rules_name": rules_name,
+        "accounting": PRESETS[rules] if isinstance(rules, str) else rules,
+        "target_factory": target if isinstance(target, type) else staticmethod(target),
+        "asked": tuple(invariants),
+        "begin": initialize(**strategy({**NODE_DOMAINS, **RULES_DOMAINS}))(AdmissionMachine.begin),
+        "act": rule(action=actions(tuple(moves)))(AdmissionMachine.act),
+        "shard": shard,
+    }
+    machine = type(name or f"Admission_{rules_name.replace('-', '_')}_{shard}", (AdmissionMachine,), body)
+    machine.TestCase.settings = profile_settings(SESSION.profile)
+    return machine if SESSION.profile == "nightly" else seed(shard)(machine)

@@ -27,16 +27,16 @@ PAGE_SIZES = (1, 4, 16, 64)
 GRID_PAGES = (8, 4, 8, 2)
 
 NODE_DOMAINS: Mapping[str, Domain] = {
-        "page": (0, len(PAGE_SIZES) - 1),
-        "grid": (0, len(GRID_PAGES) - 1),
-        "chunk_grids": (0, 3),
-        "chunk_pages": (0, 7),
-        "chunk_tokens": (0, 3),
-        "chunking": (0, 7),
-        "pool_chunks": (1, 4),
-        "pool_pages": (2, 20),
-        "prefill_limit": (0, 5),
-        "host": (0, 3),
+    "page": (0, len(PAGE_SIZES) - 1),
+    "grid": (0, len(GRID_PAGES) - 1),
+    "chunk_grids": (0, 3),
+    "chunk_pages": (0, 7),
+    "chunk_tokens": (0, 3),
+    "chunking": (0, 7),
+    "pool_chunks": (1, 4),
+    "pool_pages": (2, 20),
+    "prefill_limit": (0, 5),
+    "host": (0, 3),
 }
 
 
@@ -294,6 +294,7 @@ def cache(world: World, tier: int, pick: int, fresh: int, landmark: int, step: i
 
 
 def run_round(_world: World) -> Event:
+    """The scheduler runs once."""
     return Round()
 
 

@@ -1,4 +1,4 @@
-"""What a search has met: every branch of a round, counted from decisions and records. An unmet branch proves nothing."""
+"""What a search has met: every branch of a round, counted from decisions and records."""
 
 from __future__ import annotations
 
@@ -126,7 +126,10 @@ class SearchMonitor(InvariantMonitor):
             yield "NO_TOKEN"
             tails = sum(d.tail_tokens for d in earlier if d.kind in ("truncated", "resumed"))
             need = decision.prompt_tokens - decision.prefix_tokens + self.evidence.page_size
-            if self.evidence.rules.reserve_tail and need < decision.rem_total_tokens - decision.newly_locked_tokens + tails:
+            if (
+                self.evidence.rules.reserve_tail
+                and need < decision.rem_total_tokens - decision.newly_locked_tokens + tails
+            ):
                 yield "NO_TOKEN only because of a tail"
         elif decision.rem_chunk_tokens is None:
             yield "OTHER: too long for the batch"

@@ -21,7 +21,7 @@ from kvledger.node import PrefillNode
 from kvledger.replay import TargetFactory
 from kvledger.rules import PRESETS
 from kvledger.testing.driver import MOVES_PER_EXAMPLE, example, trace_of
-from kvledger.testing.machine import AdmissionMachine, InvariantBroken, state_machine
+from kvledger.testing.machine import AdmissionMachine, InvariantBroken, observing, state_machine
 from kvledger.testing.reached import expected_branches
 from kvledger.trace import Trace
 
@@ -107,9 +107,9 @@ def _shrinking_search(
             failing = run
         progress(min(result.examples, examples))
 
-    machine.observe = staticmethod(observe)
     try:
-        run_state_machine_as_test(seed(seed_number)(machine), settings=search_settings(examples))
+        with observing(observe):
+            run_state_machine_as_test(seed(seed_number)(machine), settings=search_settings(examples))
     except InvariantBroken:
         assert failing is not None and first is not None, "a broken invariant is observed before it is raised"
         broken = failing.monitor.broken[0]

@@ -1,0 +1,139 @@
+"""Ahead-of-time compilation for Hopper: registers, spills and shared memory of the kernels that an executor launches.
+
+``python -m kvledger.kernels.aot [--json] [NAME...]``, without a GPU, in a process of its own: the interpreter and the
+compiler cannot share one. Each ``kvledger.kernels.*_triton`` module registers its variants by a function
+``aot_variants() -> list[tuple[str, Launch]]`` whose launches are built, from tensors on the ``meta`` device, by the
+functions that build the real ones; Triton's own argument binder then decides types and alignments as it would at launch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+from kvledger.kernels.launch import Launch, interprets
+
+CAPABILITY: Final = 90
+MAX_SHARED_BYTES: Final = 232_448
+MAX_REGISTERS: Final = 255
+PTXAS_SHARED_BYTES: Final = 1024
+"""Reserved by the driver in each block on Hopper; the limit above is already without it."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one compiled variant takes: per thread (registers, spilled bytes) and per block (shared bytes)."""
+
+    name: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    num_warps: int
+    num_stages: int
+
+    def excesses(self) -> list[str]:
+        """Return every limit of the chip that is broken; a kernel asking for too much shared memory still compiles."""
+        found = []
+        if self.shared_bytes > MAX_SHARED_BYTES:
+            found.append(f"{self.name}: {self.shared_bytes} B of shared memory, at most {MAX_SHARED_BYTES}")
+        if self.registers > MAX_REGISTERS:
+            found.append(f"{self.name}: {self.registers} registers, at most {MAX_REGISTERS}")
+        if self.spill_bytes:
+            found.append(f"{self.name}: {self.spill_bytes} B spilled, none allowed")
+        return found
+
+
+def collect_variants() -> dict[str, Launch]:
+    """Return every registered variant by name, from all modules of this package called ``*_triton``."""
+    variants: dict[str, Launch] = {}
+    for module_info in pkgutil.iter_modules(import_module("kvledger.kernels").__path__):
+        if not module_info.name.endswith("_triton"):
+            continue
+        module = import_module(f"kvledger.kernels.{module_info.name}")
+        for name, launch in module.aot_variants():
+            assert name not in variants, f"two variants are called {name}"
+            variants[name] = launch
+    return variants
+
+
+def compile_variant(name: str, launch: Launch) -> Usage:
+    """Compile one launch for sm_90 and read what it takes from the binary."""
+    compiled = _compile(launch)
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder) / "kernel.cubin"
+        binary.write_bytes(compiled.asm["cubin"])
+        printed = subprocess.run(
+            [str(_cuobjdump()), "-res-usage", str(binary)], check=True, capture_output=True, text=True
+        )
+    usage = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", printed.stdout + printed.stderr))
+    return Usage(
+        name=name,
+        registers=int(usage["REG"]),
+        spill_bytes=int(usage["STACK"]) + int(usage["LOCAL"]),
+        shared_bytes=int(compiled.metadata.shared),
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+
+
+def _compile(launch: Launch) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    target = GPUTarget("cuda", CAPABILITY, 32)
+    backend = make_backend(target)
+    kernel = launch.kernel
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = bind(**launch.args, **launch.options)
+    parsed, signature, constants, attributes = kernel._pack_args(
+        backend, dict(launch.options), bound, specialization, options
+    )
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=target, options=parsed.__dict__)
+
+
+def _cuobjdump() -> Path:
+    import triton
+
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile the named variants (all, without a name); exit 1 if one breaks a limit."""
+    parser = argparse.ArgumentParser(prog="python -m kvledger.kernels.aot", description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="variants whose name contains one of these")
+    parser.add_argument("--json", action="store_true", help="one JSON object per variant")
+    chosen = parser.parse_args(arguments)
+    if interprets():
+        parser.error("Triton interprets kernels in this process: unset TRITON_INTERPRET")
+    failed = False
+    for name, launch in collect_variants().items():
+        if chosen.names and not any(part in name for part in chosen.names):
+            continue
+        usage = compile_variant(name, launch)
+        failed = failed or bool(usage.excesses())
+        if chosen.json:
+            print(json.dumps(asdict(usage) | {"excesses": usage.excesses()}), flush=True)
+        else:
+            print(
+                f"{usage.name:<40} {usage.registers:>4} registers {usage.spill_bytes:>6} B spilled "
+                f"{usage.shared_bytes:>8} B shared  {'; '.join(usage.excesses())}",
+                flush=True,
+            )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

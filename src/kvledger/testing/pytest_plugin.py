@@ -1,0 +1,126 @@
+"""The pytest plugin: options for what is under test, failures as explanations, and a summary of what was met.
+
+Nothing heavy is imported when pytest loads this; the machine is looked at only if a test has imported it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Generator, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvledger.testing.session import PROFILES, SESSION, find_rules, find_target
+
+PROPERTY = "kvledger"
+"""The report property that carries a test's tally to the summary, from whichever worker ran it."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What is under test, for how long, and where findings go."""
+    group = parser.getgroup("kvledger", "kvledger: schedulers under test")
+    group.addoption("--kvledger-target", metavar="NAME", help="a registered target, or package.module:attribute")
+    group.addoption("--kvledger-rules", metavar="PRESET", help="search under this preset instead of the tests' own")
+    group.addoption("--kvledger-profile", choices=PROFILES, default="dev", help="how long to search (default: dev)")
+    group.addoption("--kvledger-save", metavar="DIR", help="where failing traces go (default: tests/regressions)")
+    group.addoption("--kvledger-report", metavar="FILE", help="write the failing traces as one HTML page")
+    group.addoption(
+        "--kvledger-observe", action="store_true", help="count moves and branches by Hypothesis's own records"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Resolve the options once, before tests are collected."""
+    try:
+        name = config.getoption("--kvledger-target") or "node"
+        SESSION.target, SESSION.target_name = find_target(name), name
+        rules = config.getoption("--kvledger-rules")
+        SESSION.rules = find_rules(rules) if rules else None
+    except ValueError as error:
+        raise pytest.UsageError(f"kvledger: {error}") from None
+    SESSION.profile = config.getoption("--kvledger-profile")
+    SESSION.observe = config.getoption("--kvledger-observe")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Tally the examples that a test runs, whoever wrote it."""
+    machine = sys.modules.get("kvledger.testing.machine")
+    if machine is None:
+        return (yield)
+    from kvledger.testing.tally import Tally
+
+    tally = Tally()
+    try:
+        with machine.observing(tally.add), tally.observations(SESSION.observe):
+            return (yield)
+    finally:
+        if tally.examples:
+            item.user_properties += tally.properties()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """A broken invariant is saved as a fixture and explained; Hypothesis's own lines stay behind -v."""
+    report = yield
+    machine = sys.modules.get("kvledger.testing.machine")
+    if machine is None or call.excinfo is None or not isinstance(call.excinfo.value, machine.InvariantBroken):
+        return report
+    from kvledger.testing.failure import explain_failure
+
+    failure = explain_failure(call.excinfo.value, _save_folder(item.config))
+    report.user_properties.append(("kvledger_fixture", str(failure.path)))
+    report.user_properties.append(("kvledger_invariant", failure.invariant))
+    if item.config.getoption("verbose") < 1:
+        report.longrepr = "\n".join(failure.lines)
+        report.sections = []
+    else:
+        report.sections.append(("kvledger", "\n".join(failure.lines)))
+    return report
+
+
+def _save_folder(config: pytest.Config) -> Path:
+    folder = config.getoption("--kvledger-save")
+    return Path(folder) if folder else config.rootpath / "tests" / "regressions"
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Sum up the tallies that came with the reports, from all workers."""
+    reports = [report for group in ("passed", "failed") for report in terminalreporter.stats.get(group, [])]
+    properties = [pair for report in reports if report.when == "call" for pair in report.user_properties]
+    tallies = [json.loads(value) for name, value in properties if name == PROPERTY]
+    if not tallies:
+        return
+    fixtures = sorted({value for name, value in properties if name == "kvledger_fixture"})
+    terminalreporter.section("kvledger")
+    for line in _summary_lines(tallies, fixtures):
+        terminalreporter.write_line(line)
+    page = config.getoption("--kvledger-report")
+    if page and fixtures:
+        from kvledger.testing.failure import write_report
+
+        write_report(fixtures, page)
+        terminalreporter.write_line(f"report: {page}")
+
+
+def _summary_lines(tallies: list[dict[str, Any]], fixtures: Iterable[str]) -> Iterable[str]:
+    reached: Counter[str] = Counter()
+    observed: Counter[str] = Counter()
+    for tally in tallies:
+        reached.update(tally["reached"])
+        observed.update(tally["observed"])
+    examples, rounds = (sum(tally[key] for tally in tallies) for key in ("examples", "rounds"))
+    skipped = sorted({name for tally in tallies for name in tally["skipped"]})
+    yield f"target {SESSION.target_name}: {examples:,} examples, {rounds:,} rounds in {len(tallies)} tests"
+    yield "reached: " + (", ".join(f"{branch} {count:,}" for branch, count in reached.most_common()) or "nothing")
+    if skipped:
+        yield f"not asked, for the target cannot show it: {', '.join(skipped)}"
+    if observed:
+        yield "by Hypothesis's observations:"
+        yield from (f"  {count:>9,}  {what}" for what, count in sorted(observed.items()))
+    for path in fixtures:
+        yield f"fixture: {path}"

@@ -1,0 +1,86 @@
+"""A node's own objects as the plain records that the outside may see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvledger.adder import AddReqResult, PrefillAdder
+from kvledger.ledger import Due
+from kvledger.occupancy import Occupancy
+from kvledger.pool import PrefillOutOfMemory
+from kvledger.record import AllocationFailure, Decision, DecisionKind, LiveRequest, Snapshot
+from kvledger.request import CachedPage, Request, RequestState
+
+
+def decision_of(
+    adder: PrefillAdder,
+    request: Request,
+    kind: DecisionKind,
+    *,
+    reason: AddReqResult | None = None,
+    newly_locked_tokens: int = 0,
+) -> Decision:
+    """The adder's last answer, about `request`, with the ledger's figures as they stand now."""
+    chunk = adder.can_run_list[-1] if kind not in ("refused", "deferred") else None
+    load_back = chunk.load_back if chunk else 0
+    return Decision(
+        request=request.rid,
+        kind=kind,
+        prompt_tokens=request.prompt_tokens,
+        prefix_tokens=request.prefix_tokens - load_back,
+        start=chunk.start if chunk else request.prefix_tokens,
+        end=chunk.end if chunk else request.prefix_tokens,
+        load_back=load_back,
+        newly_locked_tokens=newly_locked_tokens,
+        reason=reason,
+        forced=adder.forced and kind == "resumed",
+        baseline=adder.memory.baseline,
+        rem_total_tokens=adder.rem_total_tokens,
+        cur_rem_tokens=adder.cur_rem_tokens,
+        rem_chunk_tokens=adder.rem_chunk_tokens,
+        rem_input_tokens=adder.rem_input_tokens,
+    )
+
+
+def snapshot_of(
+    memory: Occupancy, live: Iterable[Request], waiting: Iterable[str], adder: PrefillAdder | None
+) -> Snapshot:
+    """Every page and every live request; `adder` is the last round's, for promises that nothing settled."""
+    promises = adder.memory.entries() if adder is not None else ()
+    return Snapshot(
+        page_size=memory.page_size,
+        pool_pages=memory.pool.pool_pages,
+        released=memory.pool.released(),
+        never_used=memory.pool.never_used(),
+        cached=tuple(
+            (device_page(cached), cached.lock_refs, cached.pinned_refs, cached.last_used)
+            for cached in memory.tree.device_pages()
+        ),
+        live=tuple(_live_view(request) for request in live),
+        waiting=tuple(waiting),
+        held=tuple(page for held in memory.held.values() for page in held.pages),
+        host_pages=memory.tree.host_pages,
+        clock=memory.tree.clock,
+        open_promises=tuple(promise for promise in promises if promise.due is Due.NOW),
+    )
+
+
+def device_page(cached: CachedPage) -> int:
+    """The device page number of a cached page that must have one."""
+    assert cached.page is not None, f"cached page {cached.serial} is not on the device"
+    return cached.page
+
+
+def failure_of(error: PrefillOutOfMemory) -> AllocationFailure:
+    """A failed allocation as a value."""
+    return AllocationFailure(error.request, error.wanted_tokens, error.free_tokens, error.evictable_tokens, str(error))
+
+
+def _live_view(request: Request) -> LiveRequest:
+    return LiveRequest(
+        request.rid,
+        request.prompt_tokens,
+        tuple(request.pages),
+        request.shared_pages,
+        request.state is RequestState.IN_FLIGHT,
+    )
