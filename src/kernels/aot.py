@@ -1,9 +1,9 @@
 """Ahead-of-time compilation for Hopper: registers, spills and shared memory of the kernels that an executor launches.
 
-``python -m kvledger.kernels.aot [--json] [NAME...]``, without a GPU, in a process of its own: the interpreter and the
+``python -m kvledger.kernels.aot [--json] [MODULE...]``, without a GPU, in a process of its own: the interpreter and the
 compiler cannot share one. Each ``kvledger.kernels.*_triton`` module registers its variants by a function
 ``aot_variants() -> list[tuple[str, Launch]]`` whose launches are built, from tensors on the ``meta`` device, by the
-functions that build the real ones; Triton's own argument binder then decides types and alignments as it would at launch.
+functions that build the real ones. Triton's own argument binder then decides types and alignments as at a launch.
 """
 
 from __future__ import annotations
@@ -26,13 +26,11 @@ from kvledger.kernels.launch import Launch, interprets
 CAPABILITY: Final = 90
 MAX_SHARED_BYTES: Final = 232_448
 MAX_REGISTERS: Final = 255
-PTXAS_SHARED_BYTES: Final = 1024
-"""Reserved by the driver in each block on Hopper; the limit above is already without it."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What one compiled variant takes: per thread (registers, spilled bytes) and per block (shared bytes)."""
+    """What one variant takes: per thread (registers, bytes of stack and local memory) and per block (shared)."""
 
     name: str
     registers: int
@@ -40,6 +38,12 @@ class Usage:
     shared_bytes: int
     num_warps: int
     num_stages: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name:<36}{self.registers:>4} registers {self.spill_bytes:>5} B spilled "
+            f"{self.shared_bytes:>7} B shared  {self.num_warps} warps {self.num_stages} stages"
+        )
 
     def excesses(self) -> list[str]:
         """Return every limit of the chip that is broken; a kernel asking for too much shared memory still compiles."""
@@ -53,16 +57,17 @@ class Usage:
         return found
 
 
-def collect_variants() -> dict[str, Launch]:
-    """Return every registered variant by name, from all modules of this package called ``*_triton``."""
-    variants: dict[str, Launch] = {}
-    for module_info in pkgutil.iter_modules(import_module("kvledger.kernels").__path__):
-        if not module_info.name.endswith("_triton"):
-            continue
-        module = import_module(f"kvledger.kernels.{module_info.name}")
-        for name, launch in module.aot_variants():
-            assert name not in variants, f"two variants are called {name}"
-            variants[name] = launch
+def kernel_modules() -> list[str]:
+    """Return the names of this package's modules that hold Triton kernels."""
+    found = pkgutil.iter_modules(import_module("kvledger.kernels").__path__)
+    return [info.name for info in found if info.name.endswith("_triton")]
+
+
+def collect_variants(module: str) -> dict[str, Launch]:
+    """Return a module's registered variants by name; a module of kernels that registers none is an error."""
+    registered = import_module(f"kvledger.kernels.{module}").aot_variants()
+    variants = dict(registered)
+    assert len(variants) == len(registered) > 0, f"{module} registers {len(registered)}, {len(variants)} names"
     return variants
 
 
@@ -111,27 +116,21 @@ def _cuobjdump() -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile the named variants (all, without a name); exit 1 if one breaks a limit."""
-    parser = argparse.ArgumentParser(prog="python -m kvledger.kernels.aot", description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="variants whose name contains one of these")
-    parser.add_argument("--json", action="store_true", help="one JSON object per variant")
+    """Compile the variants of the modules named (all, without a name); exit 1 if one breaks a limit."""
+    parser = argparse.ArgumentParser(prog="python -m kvledger.kernels.aot", description=str(__doc__).splitlines()[0])
+    parser.add_argument("modules", nargs="*", metavar="MODULE", help=f"of {', '.join(kernel_modules())}")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line and variant")
     chosen = parser.parse_args(arguments)
     if interprets():
         parser.error("Triton interprets kernels in this process: unset TRITON_INTERPRET")
     failed = False
-    for name, launch in collect_variants().items():
-        if chosen.names and not any(part in name for part in chosen.names):
-            continue
-        usage = compile_variant(name, launch)
-        failed = failed or bool(usage.excesses())
-        if chosen.json:
-            print(json.dumps(asdict(usage) | {"excesses": usage.excesses()}), flush=True)
-        else:
-            print(
-                f"{usage.name:<40} {usage.registers:>4} registers {usage.spill_bytes:>6} B spilled "
-                f"{usage.shared_bytes:>8} B shared  {'; '.join(usage.excesses())}",
-                flush=True,
-            )
+    for module in chosen.modules or kernel_modules():
+        for name, launch in collect_variants(module).items():
+            usage = compile_variant(name, launch)
+            failed = failed or bool(usage.excesses())
+            print(json.dumps(asdict(usage)) if chosen.json else usage, flush=True)
+            for excess in usage.excesses():
+                print(excess, file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -1,4 +1,4 @@
-"""Poison for memory that nobody may read or write: freed pages, a last page's unused rows, state slots without owner."""
+"""Poison where nobody may read or write: freed pages, a last page's unused rows, state slots without an owner."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ELEMENTS_AT_A_TIME: Final = 1 << 22
 class CanaryFault:
     """A unit (page, state slot) or row (token slot) that is not what it should be; ``word`` is its first wrong element.
 
-    ``kind``: ``overwritten`` (poison is gone where nobody may write), ``poison`` or ``nan`` (where real data should be).
+    ``kind``: ``overwritten`` (poison is gone where nobody may write); ``poison`` or ``nan`` where data should be.
     """
 
     kind: Literal["overwritten", "poison", "nan"]
@@ -36,7 +36,7 @@ class CanaryFault:
 
 
 def canary_fill(pool: torch.Tensor, *, pages: Ints = (), rows: Ints = ()) -> None:
-    """Poison whole units ``pages`` (or state slots), and token ``rows`` (page * page_size + offset) of a latent pool."""
+    """Poison whole units ``pages`` (or state slots) and, of a latent pool, ``rows`` (page * page_size + offset)."""
     poison = _poison_of(pool)
     words = element_words(pool)
     words[check_units("pages", pages, len(pool), distinct=False).to(pool.device)] = poison
@@ -101,7 +101,7 @@ def _read(
 def _faults(
     where: Literal["page", "row"], numbers: list[int], wrong: torch.Tensor, words: torch.Tensor, shown: int | None
 ) -> list[CanaryFault]:
-    """Turn a mask of wrong elements into faults; ``shown`` is the poison that must not show, None where it must stay."""
+    """Turn a mask of wrong elements into faults; ``shown`` is poison that must not show, None where it must stay."""
     bad = wrong.any(1).nonzero().flatten().tolist()
     if not bad:
         return []

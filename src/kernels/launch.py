@@ -73,7 +73,9 @@ def triton_module(name: str, backend: Backend) -> ModuleType:
     module = import_module(f"kvledger.kernels.{name}")
     if interprets() != wanted:
         mode = "interprets" if interprets() else "compiles"
-        raise BackendError(f"Triton {mode} kernels in this process already; backend {backend!r} needs a process of its own")
+        raise BackendError(
+            f"Triton {mode} kernels in this process already; backend {backend!r} needs a process of its own"
+        )
     return module
 
 

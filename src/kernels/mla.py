@@ -1,9 +1,10 @@
 """Multi-head latent attention over a paged pool, absorbed form.
 
-A token's latent is ``rank + rope`` numbers, shared by all heads: the score of a query is its dot product with all of them,
-the value is the first ``rank``. The caller has absorbed the key projection into ``q`` and will apply the value projection
-to the result. A pool is ``pages`` [num_pages, page_size, rank + rope], float32 or bfloat16; pages may lie further apart
-than their size (a layer's slice of a page-major pool). Tables are on the host, and checked there before each launch.
+A token's latent is ``rank + rope`` numbers, shared by all heads: a query's score is its dot product with all of them,
+the value is the first ``rank``. The caller has absorbed the key projection into ``q`` and will apply the value
+projection to the result. A pool is ``pages`` [num_pages, page_size, rank + rope], float32 or bfloat16; pages may lie
+further apart than their size (a layer's slice of a page-major pool). Tables are on the host, and are checked there
+before each launch.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def latent_store(
         raise TableError(f"slots planned for {plan.num_pages} x {plan.page_size}, the pool is {list(pages.shape[:2])}")
     expected = (len(plan.slots), pages.shape[2])
     if tuple(latents.shape) != expected or latents.dtype != pages.dtype or latents.device != pages.device:
-        raise ValueError(f"latents {list(latents.shape)} {latents.dtype}: {list(expected)} {pages.dtype} on the pool's device")
+        raise ValueError(
+            f"latents {list(latents.shape)} {latents.dtype}: {list(expected)} {pages.dtype} on the pool's device"
+        )
     chosen = resolve_backend(backend, pages.device)
     if chosen == "torch":
         mla_torch.store(latents, pages, plan)
@@ -120,7 +123,12 @@ def _check_pool(pages: torch.Tensor) -> None:
     if pages.dim() != 3 or pages.dtype not in DTYPES:
         raise ValueError(f"pages {list(pages.shape)} {pages.dtype}: [num_pages, page_size, width], float32 or bfloat16")
     width = pages.shape[2]
-    if pages.stride(2) != 1 or pages.stride(1) != width or pages.stride(0) % width or pages.stride(0) < pages[0].numel():
+    if (
+        pages.stride(2) != 1
+        or pages.stride(1) != width
+        or pages.stride(0) % width
+        or pages.stride(0) < pages[0].numel()
+    ):
         raise ValueError(f"pages have strides {pages.stride()}: each page contiguous, whole rows between pages")
 
 

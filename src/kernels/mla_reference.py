@@ -18,7 +18,7 @@ def reference_prefill(
     scale: float,
     rank: int,
 ) -> torch.Tensor:
-    """Return attention in float64 [T, H, rank] for ``q`` [T, H, width]; ``lengths[n]`` new tokens after ``starts[n]``."""
+    """Return attention in float64 [T, H, rank] of ``q`` [T, H, width]; ``lengths[n]`` tokens from ``starts[n]`` on."""
     queries = q.detach().cpu().double().numpy()
     pool = pages.detach().cpu().double().numpy()
     answer = np.zeros((queries.shape[0], queries.shape[1], rank))

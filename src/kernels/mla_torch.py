@@ -1,7 +1,7 @@
 """MLA over pages in torch: the executor for a CPU, in float32 whatever the pool's dtype.
 
-One row's bits must not depend on what else runs, and a matrix product's may depend on its *shape*. So every product here
-has one of two shapes, fixed by the plan's blocks and the model: short tiles and short key blocks are padded with zeros.
+One row's bits must not depend on what else runs, and a matrix product's may depend on its *shape*. So every product
+here has one of two shapes, fixed by the plan's blocks and the model: short tiles and key blocks are padded with zeros.
 """
 
 from __future__ import annotations

@@ -47,10 +47,10 @@ def page_copy(
 ) -> Ticket:
     """Copy ``src_pool[src_pages[i]]`` over ``dst_pool[dst_pages[i]]`` for all i, in words, whatever they mean.
 
-    Lists on the host. Refused: different lengths, a number outside its pool, a destination twice, and, within one pool, a
-    page that is both source and destination (the outcome would hang on the order). On CUDA the copy runs on the current
-    stream and the host does not wait, if the host pool is pinned: leave both pools alone until the ticket is done.
-    ``engine``: one kernel for the whole list, or a memcpy per run of neighbours (the only way for unpinned memory).
+    Lists on the host. Refused: different lengths, a number outside its pool, a destination twice, and, within one pool,
+    a page that is both source and destination (the outcome would hang on the order). On CUDA the copy runs on the
+    current stream and the host does not wait, if the host pool is pinned: leave both pools alone until the ticket is
+    done. ``engine``: one kernel for the whole list, or a memcpy per run of neighbours (all that unpinned memory allows).
     """
     if src_pool.dtype != dst_pool.dtype or src_pool.shape[1:] != dst_pool.shape[1:]:
         raise ValueError(
@@ -116,7 +116,9 @@ def _refuse_overlap(src: torch.Tensor, dst: torch.Tensor, sources: torch.Tensor,
         return
     pitch, unit = src.stride(0) * src.element_size(), src[0].numel() * src.element_size()
     low, other_low = src.data_ptr(), dst.data_ptr()
-    high, other_high = (pool.data_ptr() + (len(pool) - 1) * pool.stride(0) * pool.element_size() + unit for pool in (src, dst))
+    high, other_high = (
+        pool.data_ptr() + (len(pool) - 1) * pool.stride(0) * pool.element_size() + unit for pool in (src, dst)
+    )
     # Two layers of one page-major pool lie between each other's pages without touching.
     interleaved = same_pitch and unit <= (other_low - low) % pitch <= pitch - unit
     if low < other_high and other_low < high and not interleaved:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -122,7 +123,7 @@ def plan_tables(
         raise TableError(
             f"page_table {list(table.shape)}, cu_seqlens [{len(bounds)}], starts [{len(firsts)}]: [N, P], [N + 1], [N]"
         )
-    if bounds[0] != 0 or any(low > high for low, high in zip(bounds, bounds[1:], strict=False)):
+    if bounds[0] != 0 or any(low > high for low, high in pairwise(bounds)):
         raise TableError(f"cu_seqlens {bounds} does not start at 0 or falls")
     sequences = tuple(
         _sequence(n, table[n], start, bounds[n], bounds[n + 1], (num_pages, page_size))

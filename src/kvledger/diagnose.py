@@ -6,9 +6,9 @@ Everything is found by replays of the trace; nothing of the scheduler is assumed
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Any
+from typing import Any, Literal
 
 from kvledger.diagnose_future import FutureSearch, Searched
 from kvledger.diagnose_history import History, watch
@@ -22,6 +22,9 @@ from kvledger.trace import Trace, TraceError
 
 MAX_CHANGES = 2
 """Switches that are changed together at most."""
+
+Change = tuple[tuple[str, Any], ...]
+"""Switches of `AccountingRules`, each with its new value."""
 
 _INVARIANT_OF = {"oom": "admitted-finishes", "stuck": "progress"}
 
@@ -49,8 +52,8 @@ class Diagnosis:
     broken_promise: BrokenPromise | None = None
     spent_by: tuple[Spending, ...] = ()
     point_of_no_return: NoReturn | None = None
-    searched: Searched = Searched()
-    avoided_by: tuple[tuple[str, Any], ...] | None = None
+    searched: Searched = field(default=Searched())
+    avoided_by: Change | None = None
 
     @property
     def verdict(self) -> str:
@@ -85,8 +88,12 @@ def diagnose(
     *,
     source: str = "trace",
 ) -> Diagnosis:
-    """Explain how `trace` ends under its own rules or others. TraceError, naming `source`, if an event cannot happen."""
-    history = watch(trace, rules or trace.accounting_rules, target, source)
+    """Explain how `trace` ends, under its own rules or others. TraceError, with `source`: an event cannot happen."""
+    return diagnosis_of(watch(trace, rules or trace.accounting_rules, target, source))
+
+
+def diagnosis_of(history: History) -> Diagnosis:
+    """Explain a run that was watched."""
     outcome = history.outcome
     if outcome.verdict == "ok":
         return Diagnosis(history.rules, outcome)
@@ -96,8 +103,8 @@ def diagnose(
     return Diagnosis(
         rules=history.rules,
         outcome=outcome,
-        broken_promise=breach and breach.promise,
-        spent_by=breach.spent_by if breach is not None else (),
+        broken_promise=None if breach is None else breach.promise,
+        spent_by=() if breach is None else breach.spent_by,
         point_of_no_return=point,
         searched=search.searched,
         avoided_by=_avoided_by(history),
@@ -111,18 +118,27 @@ def _point_of_no_return(history: History, search: FutureSearch) -> NoReturn | No
     failure = history.outcome.failure
     if failure is None or not history.moments:
         return None
-    # every decision that was finished could still have been lived with: it is the one that failed half-way
-    return NoReturn(history.outcome.rounds[-1].round, failure.request, "admitted")
+    record = history.outcome.rounds[-1]
+    begun = dict(history.moments[-1].needs).keys() | {decision.request for decision in record.joined}
+    # all finished decisions could have been lived with: it is the one that failed half-way, in its load-back
+    return None if failure.request in begun else NoReturn(record.round, failure.request, "admitted")
 
 
-def _avoided_by(history: History) -> tuple[tuple[str, Any], ...] | None:
-    """The fewest changed switches under which the trace ends ok, in the order of `_changes`."""
+def _avoided_by(history: History) -> Change | None:
+    """The fewest switches to change, in the order of `_changes`, so that the trace ends ok.
+
+    Where outsiders hold so much that it cannot, what at least breaks nothing will do.
+    """
     changes = list(_changes(history.rules, history.trace.node))
+    harmless: Change | None = None
     for count in range(1, MAX_CHANGES + 1):
         for chosen in combinations(changes, count):
-            if _ends_ok(history, replace(history.rules, **dict(chosen))):
+            verdict = _verdict_under(history, replace(history.rules, **dict(chosen)))
+            if verdict == "ok":
                 return chosen
-    return None
+            if verdict == "harmless" and history.outcome.verdict != "stuck":
+                harmless = harmless or chosen
+    return harmless
 
 
 def _changes(rules: AccountingRules, node: NodeSettings) -> Iterator[tuple[str, Any]]:
@@ -139,11 +155,12 @@ def _changes(rules: AccountingRules, node: NodeSettings) -> Iterator[tuple[str, 
         yield "truncation_align", None
 
 
-def _ends_ok(history: History, rules: AccountingRules) -> bool:
-    """A bare replay says no sooner than a checked one, and mostly the answer is no."""
+def _verdict_under(history: History, rules: AccountingRules) -> Literal["ok", "harmless", "no"]:
+    """A bare replay tells of a failure sooner than a checked one."""
     try:
-        if replay(history.trace, rules, target=history.target).verdict != "ok":
-            return False
-        return checked_replay(history.trace, rules, target=history.target).verdict == "ok"
+        if replay(history.trace, rules, target=history.target).failure is not None:
+            return "no"
+        outcome = checked_replay(history.trace, rules, target=history.target)
     except TraceError:
-        return False
+        return "no"
+    return "ok" if outcome.verdict == "ok" else "no" if outcome.broken else "harmless"

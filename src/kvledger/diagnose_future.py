@@ -15,24 +15,25 @@ a candidate is withdrawing it before the round, and its coming back is a submiss
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from kvledger.arithmetic import ceil_pages
 from kvledger.diagnose_history import History, Moment
+from kvledger.record import RoundRecord
 from kvledger.replay import Replay, Target
 from kvledger.request import Prompt
 from kvledger.trace import Submit
 
-MAX_CONTINUATIONS = 2000
-MAX_CONTINUATIONS_PER_DECISION = 200
-MAX_ROUNDS = 50_000
-"""Rounds of all continuations together, those of the common beginning included."""
+MAX_CONTINUATIONS = 64
+"""For each decision that is searched in full."""
+MAX_ROUNDS = 20_000
+"""Rounds of all continuations together, those before the decision included, after which no search is begun."""
 
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """How many continuations and rounds were played. Not `complete`: a limit was met, and what is called lost may not be."""
+    """The continuations and rounds played. Not `complete`: a limit was met, and what is called lost may not be."""
 
     continuations: int = 0
     rounds: int = 0
@@ -55,6 +56,7 @@ class FutureSearch:
         self._history = history
         self._names = {step.request for step in history.steps if isinstance(step, Submit)}
         self._fresh = 0
+        self._can_pass_over = True
         self.continuations = 0
         self.rounds = 0
         self.complete = True
@@ -67,7 +69,7 @@ class FutureSearch:
         """In a run that failed, the decision from which on it was lost without a break; else the first lost one."""
         stretches = _stretches(self._history)
         if not self._history.failed:
-            suspects = ([m for m in stretch if not m.covered] for stretch in stretches)
+            suspects = ([moment for moment in stretch if not moment.covered] for stretch in stretches)
             return next((found for found in map(self._first_lost, suspects) if found is not None), None)
         point = None
         for stretch in reversed(stretches):
@@ -80,67 +82,74 @@ class FutureSearch:
         return point
 
     def _first_lost(self, stretch: Sequence[Moment]) -> Moment | None:
-        """Bisection in a stretch whose lost decisions are its last ones."""
-        if not stretch or not self.lost_after(stretch[-1]):
-            return None
-        kept_below, lost_at = 0, len(stretch) - 1
-        while kept_below < lost_at:
-            middle = (kept_below + lost_at) // 2
-            if self.lost_after(stretch[middle]):
-                lost_at = middle
-            else:
-                kept_below = middle + 1
-        return stretch[lost_at]
+        """The first of the lost decisions that end a stretch; a full search only where letting in nobody fails."""
+        alone = _first(stretch, lambda moment: not self._kept_alone(moment))
+        if alone is None or self.lost_after(stretch[alone]):
+            return None if alone is None else stretch[alone]
+        rest = stretch[alone + 1 :]
+        lost_at = _first(rest, self.lost_after)
+        return None if lost_at is None else rest[lost_at]
 
     def lost_after(self, moment: Moment) -> bool:
-        """No continuation of this decision keeps all promises (as far as the limits let us look)."""
-        last = self.continuations + MAX_CONTINUATIONS_PER_DECISION
-        # how many to let in, round by round; whether letting nobody in from there on is known to fail
-        todo: list[tuple[tuple[int, ...], bool]] = [((), False)]
+        """No continuation of this decision keeps all promises, as far as the limits let us look."""
+        if self._kept_alone(moment):
+            return False
+        limit = self.continuations + MAX_CONTINUATIONS
+        # how many to let in, round by round; letting in nobody from there on is known to fail
+        todo: list[tuple[int, ...]] = [()]
         while todo:
-            if self.continuations >= min(last, MAX_CONTINUATIONS) or self.rounds >= MAX_ROUNDS:
+            if not self._can_pass_over or self.continuations >= limit or self.rounds >= MAX_ROUNDS:
                 self.complete = False
                 return True
-            script, fails_alone = todo.pop()
-            if not fails_alone and self._play(moment, script, everyone=False).kept:
-                return False
+            script = todo.pop()
             branch = self._play(moment, script, everyone=True)
-            if branch.newcomers:
-                passed = (*script, *(0,) * (branch.at - len(script)))
-                todo.append(((*passed, 0), True))
-                todo += [((*passed, admitted), False) for admitted in range(branch.newcomers, 0, -1)]
+            passed = (*script, *(0,) * (branch.at - len(script)))
+            for let_in in range(1, branch.newcomers + 1):
+                if self._play(moment, (*passed, let_in), everyone=False).kept:
+                    return False
+            todo += [(*passed, let_in) for let_in in range(branch.newcomers + 1) if branch.newcomers]
         return True
 
     # --- one continuation
 
+    def _kept_alone(self, moment: Moment) -> bool:
+        """The promises made up to here are kept if nobody else is ever let in."""
+        try:
+            return self._play(moment, (), everyone=False).kept
+        except _CannotPassOver:
+            self._can_pass_over = False
+            return self._kept_unsubmitted(moment)
+
     def _play(self, moment: Moment, script: Sequence[int], *, everyone: bool) -> _Played:
-        """Replay up to the moment's round, then go on by `script`, and then let in nobody, or everyone until one joins."""
-        self.continuations += 1
-        history = self._history
-        run = Replay(history.trace.node, history.rules, target=history.target)
-        for step in history.steps[: moment.step]:
-            run.apply(step)
-        self.rounds += len(run.outcome.rounds)
+        """Replay up to the moment's round, go on by `script`, then let in nobody, or everyone until somebody joins."""
+        run = self._begin(moment)
         prompts = dict(run.prompts)
-        decided = _decided_by(history, moment)
+        decided = _decided_by(self._history, moment)
         for number in range(_most_rounds(run)):
             limit = script[number] if number < len(script) else None if everyone else 0
             passed_over = _withdraw(run.target, decided, limit)
             record = run.target.run_round()
             self.rounds += 1
-            newcomers = [d for d in record.joined if d.kind != "resumed" and d.request not in decided]
+            newcomers = [each for each in record.joined if each.kind != "resumed" and each.request not in decided]
             if limit is None and newcomers:
                 return _Played(at=number, newcomers=len(newcomers))
-            if record.failure is not None:
-                return _Played()
+            kept = _ending(run.target, record)
+            if kept is not None:
+                return _Played(kept)
             for request in passed_over:
                 self._submit_again(run.target, request, prompts)
-            if not any(not request.in_flight for request in run.target.snapshot().live):
-                return _Played(kept=True)
-            if not record.joined and not _transfer_all(run.target):
-                return _Played()
             decided = frozenset()
         return _Played()
+
+    def _begin(self, moment: Moment, without: Collection[str] = ()) -> Replay:
+        """A fresh target as it stood before the moment's round; `without` some requests ever having come."""
+        self.continuations += 1
+        run = Replay(self._history.trace.node, self._history.rules, target=self._history.target)
+        for step in self._history.steps[: moment.step]:
+            if not (isinstance(step, Submit) and step.request in without):
+                run.apply(step)
+        self.rounds += len(run.outcome.rounds)
+        return run
 
     def _submit_again(self, target: Target, request: str, prompts: dict[str, Prompt]) -> None:
         """Back at the end of the queue, under a name that the target has not met."""
@@ -151,6 +160,42 @@ class FutureSearch:
         self._names.add(name)
         prompts[name] = prompts[request]
         target.submit(name, prompts[request])
+
+    def _kept_unsubmitted(self, moment: Moment) -> bool:
+        """For a target that lets go of nobody who waits: whom it may not let in has never come.
+
+        If that changes anything before the decision, the question stays open, and nothing is called lost.
+        """
+        decided = _decided_by(self._history, moment)
+        waiting = [each for each in self._begin(moment).target.snapshot().waiting if each not in decided]
+        run = self._begin(moment, without=waiting)
+        as_before = zip(run.outcome.rounds, self._history.outcome.rounds, strict=False)
+        if any(now.decisions != then.decisions for now, then in as_before):
+            return True
+        for _ in range(_most_rounds(run)):
+            kept = _ending(run.target, run.target.run_round())
+            self.rounds += 1
+            if kept is not None:
+                return kept
+        return False
+
+
+class _CannotPassOver(Exception):
+    """The target does not let a waiting request go."""
+
+
+def _first(moments: Sequence[Moment], holds: Callable[[Moment], bool]) -> int | None:
+    """Index of the first moment of which it holds, where it holds of all after that one; by bisection."""
+    if not moments or not holds(moments[-1]):
+        return None
+    low, high = 0, len(moments) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if holds(moments[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return high
 
 
 def _stretches(history: History) -> list[list[Moment]]:
@@ -179,14 +224,23 @@ def _withdraw(target: Target, decided: frozenset[str], limit: int | None) -> lis
     passed_over = [request for request in target.snapshot().waiting if request not in decided][limit:]
     for request in passed_over:
         target.abort(request)
+    if not set(passed_over).isdisjoint(target.snapshot().waiting):
+        raise _CannotPassOver
     return passed_over
 
 
-def _transfer_all(target: Target) -> bool:
+def _ending(target: Target, record: RoundRecord) -> bool | None:
+    """After a round: all promises are kept, or they never will be, or (None) it goes on, transfers done where due."""
+    if record.failure is not None:
+        return False
+    if all(request.in_flight for request in target.snapshot().live):
+        return True
+    if record.joined:
+        return None
     in_flight = target.in_flight()
     for request in in_flight:
         target.transferred(request)
-    return bool(in_flight)
+    return None if in_flight else False
 
 
 def _most_rounds(run: Replay) -> int:

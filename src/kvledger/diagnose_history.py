@@ -44,7 +44,8 @@ class Moment:
 class History:
     """Up to the failure, if there is one. `steps` is the trace with its drains written out as rounds and transfers.
 
-    A target that does not show its decisions has no moments.
+    Without decisions that can be judged there are no moments. `tells_at_once`: each decision is told as it is taken;
+    else all of a round's moments show the pages at its end.
     """
 
     trace: Trace
@@ -53,6 +54,7 @@ class History:
     outcome: Outcome
     steps: tuple[Event, ...]
     moments: tuple[Moment, ...]
+    tells_at_once: bool = True
 
     @property
     def failed(self) -> bool:
@@ -64,7 +66,7 @@ class History:
         return self.trace.node.page_size
 
 
-class _Witness(InvariantMonitor):
+class Witness(InvariantMonitor):
     """Judges like InvariantMonitor, and keeps every step and moment."""
 
     def __init__(self) -> None:
@@ -76,8 +78,7 @@ class _Witness(InvariantMonitor):
 
     def attach(self, target: Target, settings: NodeSettings, rules: AccountingRules) -> None:
         super().attach(target, settings, rules)
-        self._sees_decisions = "decisions" in target.capabilities
-        self._sees_pages = "pages" in target.capabilities
+        self.capabilities = target.capabilities
 
     def after_decision(self, decision: Decision) -> None:
         super().after_decision(decision)
@@ -101,7 +102,7 @@ class _Witness(InvariantMonitor):
         self.until_stuck = self.until_stuck or (len(self.steps), len(self.moments))
 
     def _keep(self, decision: Decision | None, event: Event | None) -> None:
-        if not self._sees_decisions:
+        if "promises-covered" in self.skipped:
             return
         after = self.evidence.after
         needs = tuple((each.rid, needed_pages_of(each, after.page_size)) for each in after.live if not each.in_flight)
@@ -110,22 +111,31 @@ class _Witness(InvariantMonitor):
         )
 
     def _count_leaks(self) -> None:
-        if self._sees_pages:
+        if "pages" in self.capabilities:
             self._leaked_pages = _ownerless_pages(self.evidence.after)
+
+
+_Witness = Witness
 
 
 def _ownerless_pages(s: Snapshot) -> int:
     """Pages that are neither free nor anybody's; below zero if some are counted twice."""
-    cached_pages = sum(1 for page, _, _, _ in s.cached if page is not None)
     private_pages = sum(len(request.pages) - request.shared_pages for request in s.live)
-    return s.pool_pages - s.free_pages - len(s.held) - cached_pages - private_pages
+    return s.pool_pages - s.free_pages - len(s.held) - len(s.cached) - private_pages
 
 
 def watch(trace: Trace, rules: AccountingRules, target: TargetFactory, source: str) -> History:
     """Replay a trace with every invariant asked, and keep its history. TraceError if an event cannot happen."""
-    witness = _Witness()
+    witness = Witness()
     outcome = replay(trace, rules, target=target, monitor=witness, source=source)
+    return history_of(witness, trace, rules, target, outcome)
+
+
+def history_of(
+    witness: Witness, trace: Trace, rules: AccountingRules, target: TargetFactory, outcome: Outcome
+) -> History:
+    """What a witness kept of a replay that it watched, up to the failure or the first time nothing moved."""
     steps, moments = witness.steps, witness.moments
     if outcome.failure is None and witness.until_stuck is not None:
         steps, moments = steps[: witness.until_stuck[0]], moments[: witness.until_stuck[1]]
-    return History(trace, rules, target, outcome, tuple(steps), tuple(moments))
+    return History(trace, rules, target, outcome, tuple(steps), tuple(moments), "decisions" in witness.capabilities)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from kvledger.arithmetic import ceil_pages, ceil_tokens
+from kvledger.arithmetic import ceil_pages
 from kvledger.diagnose_history import History, Moment
 from kvledger.ledger import Due
 from kvledger.record import Decision, RoundRecord
@@ -58,6 +58,8 @@ def find_breach(history: History) -> Breach | None:
     at = _uncovered_from(history)
     if at is None:
         return _breach_at_failure(history)
+    if not history.tells_at_once:
+        at = _last_of_round(history, at)
     owner = _owner(history, at)
     made = _last_chunk(history, at, owner)
     if made is None:
@@ -70,7 +72,8 @@ def find_breach(history: History) -> Breach | None:
         decision.tail_tokens or decision.tokens,
         history.moments[made].round,
     )
-    end = len(history.moments) if history.failed else at + 1
+    lasting = history.failed and not any(moment.covered for moment in history.moments[at:])
+    end = len(history.moments) if lasting else at + 1
     spent = _spent(history, made + 1, end, owner)
     if not spent:
         spent = _spent(history, _first_of_round(history, made), made, owner)
@@ -83,12 +86,14 @@ def find_breach(history: History) -> Breach | None:
 def _uncovered_from(history: History) -> int | None:
     """Index of the moment that broke the promise."""
     moments = history.moments
-    if not history.failed:
-        return next((index for index, moment in enumerate(moments) if not moment.covered), None)
     first = len(moments)
-    while first and not moments[first - 1].covered:
+    while history.failed and first and not moments[first - 1].covered:
         first -= 1
-    return first if first < len(moments) else None
+    if first < len(moments):
+        return first
+    if history.outcome.failure is not None:
+        return None
+    return next((index for index, moment in enumerate(moments) if not moment.covered), None)
 
 
 def _owner(history: History, at: int) -> str:
@@ -125,6 +130,14 @@ def _first_of_round(history: History, index: int) -> int:
     while index and history.moments[index - 1].step == step:
         index -= 1
     return index
+
+
+def _last_of_round(history: History, index: int) -> int:
+    """Index of the last decision of the round that the moment at `index` is part of."""
+    step = history.moments[index].step
+    while index + 1 < len(history.moments) and history.moments[index + 1].step == step:
+        index += 1
+    return index if history.moments[index].decision is not None else max(index - 1, 0)
 
 
 def _last_chunk(history: History, at: int, owner: str) -> int | None:

@@ -291,11 +291,13 @@ def _few(pages: Iterable[int]) -> str:
 
 _OFFSETS = frozenset({"offsets", "decisions"})
 _DECISIONS = frozenset({"decisions"})
+_BATCHES = frozenset({"batches"})
+_GRID = frozenset({"batches", "grid"})
 _PAGES = frozenset({"pages"})
 
 INVARIANTS: tuple[Invariant, ...] = (
     Invariant(
-        "promises-covered", "the pool can still give all that was admitted", "decision", _promises_covered, _DECISIONS
+        "promises-covered", "the pool can still give all that was admitted", "decision", _promises_covered, _BATCHES
     ),
     Invariant("never-forced", "a forced chunk is an allocation nobody counted", "decision", _never_forced, _DECISIONS),
     Invariant("order", "what is due now is part of what is due at all", "decision", _order, _OFFSETS),
@@ -324,8 +326,8 @@ INVARIANTS: tuple[Invariant, ...] = (
         _refusal_is_free,
         _DECISIONS,
     ),
-    Invariant("one-half-done", "there is one place for a half-done request", "decision", _one_half_done, _DECISIONS),
-    Invariant("on-grid", "KDA state is only saved on the checkpoint grid", "decision", _on_grid, _DECISIONS),
+    Invariant("one-half-done", "there is one place for a half-done request", "decision", _one_half_done, _BATCHES),
+    Invariant("on-grid", "KDA state is only saved on the checkpoint grid", "decision", _on_grid, _GRID),
     Invariant(
         "admitted-finishes",
         "a failed allocation ends the process, and every request with it",

@@ -31,7 +31,9 @@ from kvledger.trace import (
 class Target(Protocol):
     """A scheduler under test, built from a node's settings; sizes in tokens.
 
-    `capabilities` says what it can show; an invariant that needs more is skipped by name. `submit` returns why a
+    `capabilities` says what it can show; an invariant that needs more is skipped by name: `batches` (which chunks
+    ran), `grid` (it ends chunks on the checkpoint grid), `decisions` (each is told to the watcher as it is taken,
+    refusals too), `offsets` (what it has promised), `pages` (page identities in its snapshot). `submit` returns why a
     request can never be admitted, or None. `run_round` never raises for lack of memory: the record carries it.
     """
 

@@ -1,27 +1,26 @@
 """The domain shrinker: from a failing trace to the smallest one that breaks the same invariant first.
 
-Three things make the result the same from any seed. A total order on traces (`shrink_passes.measure`) says what smaller
-means; passes over events, settings and sizes descend in it until none finds anything; and short shapes are tried from
-scratch (`shrink_worlds`), simplest first, so that a result does not keep the mechanism that its seed happened to use.
-All of it is counted in evaluations and repeats exactly; the clock only ends what takes too long.
+Three things make the result the same from any seed. A total order on traces (`measure`) says what smaller means; passes
+over events, settings and sizes descend in it until none finds anything; and short shapes are tried from scratch
+(`shrink_worlds`), simplest first, so that a result does not keep the mechanism that its seed happened to use. All of it
+is counted in evaluations and repeats exactly; the clock only ends what takes too long.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 from kvledger.invariants import INVARIANTS, Invariant, needed_pages_of
 from kvledger.monitor import InvariantMonitor
 from kvledger.node import PrefillNode
-from kvledger.record import Decision, RoundRecord
-from kvledger.replay import Broken, EventError, Replay, Target, TargetFactory
-from kvledger.rules import PRESETS, AccountingRules
+from kvledger.record import RoundRecord
+from kvledger.replay import EventError, Replay, TargetFactory
+from kvledger.rules import AccountingRules
 from kvledger.shrink_passes import (
     Measure,
     Pass,
@@ -29,24 +28,26 @@ from kvledger.shrink_passes import (
     fewer_limits,
     lowered,
     measure,
+    named_rules,
     neighbours,
     normal_form,
     one_at_a_time,
+    outline,
     reordered,
     scaled,
-    shape_key,
     simpler_events,
     simpler_prompts,
     simpler_rules,
 )
-from kvledger.shrink_worlds import shapes, small_traces
-from kvledger.trace import Cached, Event, Hold, Trace, TraceError, parse, to_document
+from kvledger.shrink_worlds import small_worlds
+from kvledger.trace import Cached, Event, Hold, Trace, TraceError
 
-MAX_EVALUATIONS = 8000
+MAX_EVALUATIONS = 12_000
 BUDGET_SECONDS = 6.0
-WORLD_EVALUATIONS = 2500
-"""At most so many are spent on small worlds, counted apart: how far they get must not depend on the seed."""
-WORLD_ROUNDS = 6
+WORLD_EVALUATIONS = 4000
+"""So many small worlds at most, whatever else was spent: how far they are tried must not depend on the seed."""
+ROUNDS = 6
+"""A trace counts only if it breaks within so many rounds, or as many as the trace to be shrunk took."""
 HITS_PER_SHAPE = 3
 
 
@@ -56,9 +57,9 @@ class NothingToShrink(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """The smallest trace found, and what it took: evaluations in all and by pass.
+    """The smallest trace found, and what it took: evaluations, in all and by what was tried.
 
-    `limited` says that a limit ended the search: the trace is smaller than it was, but may not be canonical.
+    `limited`: a limit ended the search, so the trace may be neither minimal nor canonical.
     """
 
     trace: Trace
@@ -78,21 +79,21 @@ def shrink(
     max_evaluations: int = MAX_EVALUATIONS,
     budget_seconds: float = BUDGET_SECONDS,
 ) -> Shrunk:
-    """The canonical trace of this failure. NothingToShrink if the trace breaks nothing, or not `invariant`."""
+    """The canonical trace of a failure: that of the first invariant the trace breaks, or of `invariant` alone.
+
+    `rules`, if given, replace the trace's own and are kept; a trace's own may become a preset. NothingToShrink if
+    nothing breaks, TraceError for an event that cannot happen.
+    """
     started = time.perf_counter()
-    if rules is not None:
-        trace = trace.with_rules(rules)
     search = _Search(target, max_evaluations, started + budget_seconds)
-    first = search.open(trace, invariant)
+    first = search.start(trace if rules is None else trace.with_rules(named_rules(rules)), invariant)
     limited = False
     try:
         search.run(first, keep_rules=rules is not None)
     except _OutOfBudget:
         limited = True
-    best = search.best
-    assert best is not None
     return Shrunk(
-        trace=search.titled(normal_form(best.trace)),
+        trace=search.result(),
         invariant=search.invariant,
         evaluations=sum(search.tried.values()),
         tried=MappingProxyType(dict(search.tried)),
@@ -112,7 +113,7 @@ class _Probe(InvariantMonitor):
     """Asks until the first invariant breaks, or until more rounds have passed than are of interest.
 
     It looks at the target only when there is something to ask. `unfair`: something outside the scheduler took slots
-    that had been promised; where `fair` is asked for, that ends the replay.
+    that had been promised; if only what is `fair` counts, that ends the replay.
     """
 
     def __init__(self, invariants: Iterable[Invariant], *, rounds: int | None = None, fair: bool = False) -> None:
@@ -168,34 +169,29 @@ class _OutOfBudget(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A trace that breaks the invariant, in this round."""
+    """A trace that breaks the invariant first, and its place in the order."""
 
     trace: Trace
-    rounds: int
     measure: Measure
 
 
-_OUTER = (
-    ("rules", one_at_a_time(simpler_rules)),
-    ("events", one_at_a_time(fewer_events)),
-    ("limits", one_at_a_time(fewer_limits)),
-    ("event kinds", one_at_a_time(simpler_events)),
-    ("prompts", one_at_a_time(simpler_prompts)),
-    ("order", one_at_a_time(reordered)),
-)
-_SIZES = (
-    ("scale", one_at_a_time(scaled)),
-    ("lower", lowered),
-    ("neighbours", one_at_a_time(neighbours)),
-)
-
-
-def _by_measure(found: _Found) -> Measure:
+def _size(found: _Found) -> Measure:
     return found.measure
 
 
-def _shape(trace: Trace) -> tuple[int, int, tuple[Any, ...]]:
-    return len(trace.events), *shape_key(trace.events)
+_SIMPLIFYING: Mapping[str, Pass] = {
+    "rules": one_at_a_time(simpler_rules),
+    "drop events": one_at_a_time(fewer_events),
+    "fewer limits": one_at_a_time(fewer_limits),
+    "simpler events": one_at_a_time(simpler_events),
+    "simpler prompts": one_at_a_time(simpler_prompts),
+    "reorder": one_at_a_time(reordered),
+}
+_SIZING: Mapping[str, Pass] = {
+    "scale": one_at_a_time(scaled),
+    "lower": lowered,
+    "neighbours": one_at_a_time(neighbours),
+}
 
 
 class _Search:
@@ -206,17 +202,18 @@ class _Search:
         self.max_evaluations = max_evaluations
         self.deadline = deadline
         self.tried: Counter[str] = Counter()
-        self.best: _Found | None = None
         self.invariant = ""
         self._asked: tuple[Invariant, ...] = INVARIANTS
         self._only: tuple[Invariant, ...] = ()
-        self._fair = False
-        self._known: dict[tuple[Trace, int | None], _Found | None] = {}
+        self._fair = True
+        self._rounds = ROUNDS
+        self._best: _Found | None = None
+        self._known: dict[Trace, _Found | None] = {}
 
-    def open(self, trace: Trace, invariant: str | None) -> _Found:
+    def start(self, trace: Trace, invariant: str | None) -> _Found:
         """What the trace breaks first, or `invariant` alone, and the trace up to there."""
         probe, end = self._replay(trace, _Probe(INVARIANTS))
-        if invariant is not None and (not probe.broken or probe.broken[0].invariant != invariant):
+        if invariant is not None and [broken.invariant for broken in probe.broken] != [invariant]:
             self._asked = tuple(asked for asked in INVARIANTS if asked.name == invariant)
             probe, end = self._replay(trace, _Probe(self._asked))
         if not probe.broken:
@@ -224,89 +221,90 @@ class _Search:
         self.invariant = probe.broken[0].invariant
         self._only = tuple(asked for asked in INVARIANTS if asked.name == self.invariant)
         self._fair = not probe.unfair
-        return self._keep(replace(trace, events=trace.events[:end], title="", expect={}), probe.broken[0].round)
+        self._rounds = max(ROUNDS, probe.broken[0].round)
+        return self._keep(trace, end)
 
     def run(self, found: _Found, *, keep_rules: bool) -> None:
-        outer = _OUTER[1:] if keep_rules else _OUTER
-        found = self._descend(found, outer)
-        while True:
+        """Descend, try small worlds, descend from the better of both, until nothing changes."""
+        simplifying = {name: make for name, make in _SIMPLIFYING.items() if name != "rules" or not keep_rules}
+        found = self._descend(found, simplifying)
+        before = None
+        while found != before:
             before = found
-            finalists = [found]
-            scratch = self._from_scratch(found)
-            if scratch is not None:
-                same_shape = _shape(scratch.trace) == _shape(found.trace)
-                finalists = [scratch, found] if same_shape else [scratch]
-            found = min((self._descend(each, (*outer, *_SIZES)) for each in finalists), key=_by_measure)
-            if found.measure == before.measure:
-                return
+            small = self._small_world(found)
+            ends = [found] if small is None or outline(small.trace) == outline(found.trace) else []
+            ends += [small] if small is not None else []
+            found = min((self._descend(end, simplifying | _SIZING) for end in ends), key=_size)
 
-    def _from_scratch(self, found: _Found) -> _Found | None:
+    def result(self) -> Trace:
+        """The smallest trace in its normal form; the title says what it breaks."""
+        assert self._best is not None, "start() keeps what it is given"
+        trace = normal_form(self._best.trace)
+        probe, _ = self._replay(trace, _Probe(self._asked))
+        assert probe.broken, f"{self.invariant} depends on the names of requests or segments"
+        return replace(trace, title=f"{self.invariant}: {probe.broken[0].message}")
+
+    def _small_world(self, found: _Found) -> _Found | None:
+        """The smallest of what the first failing outline gives, none of them beyond that of `found`."""
+        bound = outline(found.trace)
         left = WORLD_EVALUATIONS
-        for shape in shapes():
-            if (len(shape), *shape_key(shape)) > _shape(found.trace):
+        for shape, traces in small_worlds(found.trace.rules):
+            if shape > bound or left <= 0:
                 break
-            for page_size in (1, 2, 4):
-                hits: list[_Found] = []
-                for trace in small_traces(shape, page_size, found.trace.rules):
-                    hit = self._breaks(trace, "small worlds", WORLD_ROUNDS)
-                    left -= 1
-                    if hit is not None:
-                        hits.append(hit)
-                        if len(hits) == HITS_PER_SHAPE:
-                            break
-                if hits:
-                    return min((self._descend(hit, _SIZES) for hit in hits), key=_by_measure)
-            if left <= 0:
-                break
+            hits: list[_Found] = []
+            for trace in traces:
+                left -= 1
+                hit = self._breaks(trace, "small worlds")
+                hits += [hit] if hit is not None else []
+                if len(hits) == HITS_PER_SHAPE:
+                    break
+            if hits:
+                return min((self._descend(hit, _SIZING) for hit in hits), key=_size)
         return None
 
-    def _descend(self, found: _Found, passes: Iterable[tuple[str, Callable[[Trace], Pass]]]) -> _Found:
-        while True:
+    def _descend(self, found: _Found, passes: Mapping[str, Pass]) -> _Found:
+        before = None
+        while found != before:
             before = found
-            for name, make in passes:
-                while (better := self._sweep(found, name, make)) is not found:
-                    found = better
-            if found is before:
-                return found
+            for name, make in passes.items():
+                while (smaller := self._sweep(found, name, make)) != found:
+                    found = smaller
+        return found
 
-    def _sweep(self, found: _Found, name: str, make: Callable[[Trace], Pass]) -> _Found:
+    def _sweep(self, found: _Found, name: str, make: Pass) -> _Found:
+        """One run of a pass."""
         candidates = make(found.trace)
-        candidate = next(candidates, None)
-        while candidate is not None:
-            better = self._smaller(found, candidate, name)
-            found = better or found
-            try:
-                candidate = candidates.send(better is not None)
-            except StopIteration:
-                break
+        with suppress(StopIteration):
+            candidate = next(candidates)
+            while True:
+                smaller = self._smaller(found, candidate, name)
+                found = smaller or found
+                candidate = candidates.send(smaller is not None)
         return found
 
     def _smaller(self, found: _Found, candidate: Trace, name: str) -> _Found | None:
-        if not measure(candidate, found.rounds) < found.measure:
+        if not measure(candidate) < found.measure:
             return None
-        better = self._breaks(candidate, name, found.rounds)
-        return better if better is not None and better.measure < found.measure else None
+        return self._breaks(candidate, name)
 
-    def _breaks(self, trace: Trace, name: str, rounds: int | None) -> _Found | None:
-        key = trace, rounds
-        if key not in self._known:
-            self._known[key] = self._evaluate(trace, name, rounds)
-        return self._known[key]
+    def _breaks(self, trace: Trace, name: str) -> _Found | None:
+        if trace not in self._known:
+            if sum(self.tried.values()) >= self.max_evaluations or time.perf_counter() > self.deadline:
+                raise _OutOfBudget
+            self.tried[name] += 1
+            self._known[trace] = self._evaluate(trace)
+        return self._known[trace]
 
-    def _evaluate(self, trace: Trace, name: str, rounds: int | None) -> _Found | None:
-        if sum(self.tried.values()) >= self.max_evaluations or time.perf_counter() > self.deadline:
-            raise _OutOfBudget
-        self.tried[name] += 1
-        try:
-            probe, _ = self._replay(trace, _Probe(self._only, rounds=rounds, fair=self._fair))
-            if not probe.broken:
+    def _evaluate(self, trace: Trace) -> _Found | None:
+        """Asked of the one invariant, then of all whether it is the first. Most candidates fail the cheap question."""
+        for invariants in (self._only, self._asked):
+            try:
+                probe, end = self._replay(trace, _Probe(invariants, rounds=self._rounds, fair=self._fair))
+            except Exception:  # an event that cannot happen, or a target that falls over: another failure than this one
                 return None
-            probe, end = self._replay(trace, _Probe(self._asked, rounds=rounds, fair=self._fair))
-        except Exception:
-            return None
-        if not probe.broken or probe.broken[0].invariant != self.invariant:
-            return None
-        return self._keep(replace(trace, events=trace.events[:end]), probe.broken[0].round)
+            if not probe.broken or probe.broken[0].invariant != self.invariant:
+                return None
+        return self._keep(trace, end)
 
     def _replay(self, trace: Trace, probe: _Probe) -> tuple[_Probe, int]:
         """The probe, and how many events it took."""
@@ -314,15 +312,15 @@ class _Search:
         with suppress(_Stop):
             run = Replay(trace.node, trace.accounting_rules, target=self.target, monitor=probe)
             for end, event in enumerate(trace.events, 1):
-                run.apply(event)
+                try:
+                    run.apply(event)
+                except EventError as error:
+                    raise TraceError(f"trace: events[{end - 1}].{error.field}: {error}") from error
         return probe, end
 
-    def _keep(self, trace: Trace, rounds: int) -> _Found:
-        found = _Found(trace, rounds, measure(trace, rounds))
-        if self.best is None or found.measure < self.best.measure:
-            self.best = found
+    def _keep(self, trace: Trace, end: int) -> _Found:
+        trace = Trace(trace.node, trace.rules, trace.events[:end])
+        found = _Found(trace, measure(trace))
+        if self._best is None or found.measure < self._best.measure:
+            self._best = found
         return found
-
-    def titled(self, trace: Trace) -> Trace:
-        probe, _ = self._replay(trace, _Probe(self._asked))
-        return replace(trace, title=f"{self.invariant}: {probe.broken[0].message}") if probe.broken else trace

@@ -1,8 +1,7 @@
 """What the shrinker tries, and the total order that says which of two traces is the smaller one.
 
-A trace is taken apart into its *shape* (which events, and who shares a segment with whom) and its *sizes* (every
-number). Each pass is a pure function from a trace to candidates, the boldest first; candidates may be invalid or no
-smaller, the search sees to that.
+A trace has a *shape* (which events, and who shares a segment with whom) and *sizes* (every number). Each pass takes a
+trace to candidates, the boldest first. A candidate may be no smaller than the trace: the search sees to that.
 """
 
 from __future__ import annotations
@@ -18,88 +17,71 @@ from kvledger.request import Prompt
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.trace import Abort, Cached, Drain, Event, Hold, Release, Round, Submit, Trace, Transferred
 
-NODE_SIZES = (
-    "page_size",
-    "checkpoint_align",
-    "chunked_prefill_size",
-    "max_prefill_tokens",
-    "pool_tokens",
-    "host_tokens",
-)
+NODE_SIZES = ("page_size", "checkpoint_align", "chunked_prefill_size", "max_prefill_tokens", "pool_tokens", "host_tokens")
 RULE_SIZES = ("checkpoint_align", "truncation_align")
-SUBSET_LIMIT = 12
-"""Above so many sizes, triples are too many to try."""
+FEW = 12
+"""Of up to so many events or sizes, pairs and triples are tried too."""
 
-# what an event costs a reader; a drain is the natural end, and what is not a request is somebody else's doing
+# what an event costs a reader: a drain is the natural end, and what is not a request is somebody else's doing
 _WEIGHTS = {Drain: 0, Round: 1, Submit: 2, Transferred: 3, Release: 3, Cached: 4, Abort: 4, Hold: 5}
 _LOCKED_WEIGHT = 2
 _SEGMENT_WEIGHT = 2
 _SHARED_WEIGHT = 1
-
-Pass = Generator[Trace, bool, None]
-"""Candidates out, whether each was accepted in."""
+# events of the same weight are sorted: what was there before the requests comes before them
+_PLACES = {Cached: 0, Hold: 1, Submit: 2, Release: 3, Transferred: 4, Abort: 5, Round: 6, Drain: 7}
 
 Sizes = tuple[int, ...]
 Measure = tuple[Any, ...]
+Candidates = Callable[[Trace], Iterator[Trace]]
+Pass = Callable[[Trace], Generator[Trace, bool, None]]
+"""Candidates out, whether each was accepted in."""
 
 
 # --- the order
 
 
-def measure(trace: Trace, rounds: int) -> Measure:
-    """Smaller is simpler: rules, events, shape, rounds until it breaks, limits set, the page, then the sizes."""
+def measure(trace: Trace) -> Measure:
+    """Smaller is simpler: rules, events, page, shape, limits, then the sizes: their sum, then each."""
     sizes = sizes_of(trace)
-    return (
-        rules_distance(trace.rules),
-        len(trace.events),
-        *shape_key(trace.events),
-        rounds,
-        _limits(trace.node),
-        trace.node.page_size,
-        sum(sizes),
-        sizes,
-    )
+    return _rules_distance(trace.rules), *outline(trace), _limits(trace.node), sum(sizes), sizes
 
 
-def shape_key(events: Sequence[Event]) -> tuple[int, tuple[Any, ...]]:
-    """How much there is to understand in these events apart from their sizes, and a code that breaks ties."""
-    weight = 0
+def outline(trace: Trace) -> Measure:
+    """How many events, how many tokens a page, and the shape."""
+    return len(trace.events), trace.node.page_size, *shape_key(trace.events)
+
+
+def shape_key(events: Sequence[Event]) -> Measure:
+    """How much there is to understand in these events, sizes apart, and a code of the shape that breaks ties."""
+    weight = sum(_WEIGHTS[type(event)] for event in events)
     code: list[tuple[int, ...]] = []
     segments: dict[str, int] = {}
     names: dict[str, int] = {}
     for event in events:
-        weight += _WEIGHTS[type(event)]
+        details: list[int] = []
         match event:
-            case Submit(request, prompt):
-                extra, runs = _prompt_key(prompt, segments)
-                weight += extra
-                code.append((_WEIGHTS[Submit], names.setdefault(request, len(names)), *runs))
             case Cached(tier, prompt, locked):
-                extra, runs = _prompt_key(prompt, segments)
-                weight += extra + _LOCKED_WEIGHT * locked
-                code.append((_WEIGHTS[Cached], int(locked), int(tier == "host"), *runs))
-            case Transferred(name) | Abort(name) | Hold(name) | Release(name, None):
-                code.append((_WEIGHTS[type(event)], names.setdefault(name, len(names))))
-            case Release(name):
-                weight += 1
-                code.append((_WEIGHTS[Release], names.setdefault(name, len(names)), 1))
+                details = [int(locked), int(tier == "host")]
+                weight += _LOCKED_WEIGHT * locked
+            case Submit(name) | Transferred(name) | Abort(name) | Hold(name):
+                details = [names.setdefault(name, len(names))]
+            case Release(name, tokens):
+                details = [names.setdefault(name, len(names)), int(tokens is not None)]
+                weight += tokens is not None
             case _:
-                code.append((_WEIGHTS[type(event)],))
+                pass
+        if isinstance(event, (Cached, Submit)):
+            weight += _SEGMENT_WEIGHT * (len(event.prompt.segments) - 1)
+            for segment, _ in event.prompt.segments:
+                weight += _SHARED_WEIGHT * (segment in segments)
+                details.append(segments.setdefault(segment, len(segments)))
+        code.append((_PLACES[type(event)], *details))
     return weight, tuple(code)
 
 
-def _prompt_key(prompt: Prompt, segments: dict[str, int]) -> tuple[int, list[int]]:
-    weight = _SEGMENT_WEIGHT * (len(prompt.segments) - 1)
-    runs = []
-    for segment, _ in prompt.segments:
-        weight += _SHARED_WEIGHT * (segment in segments)
-        runs.append(segments.setdefault(segment, len(segments)))
-    return weight, runs
-
-
-def rules_distance(rules: str | AccountingRules) -> int:
-    """0 for a preset, else 1 and the switches by which it differs from the nearest one."""
-    if isinstance(rules, str) or rules in PRESETS.values():
+def _rules_distance(rules: str | AccountingRules) -> int:
+    """0 for a preset's name, else 1 and the switches by which it differs from the nearest preset."""
+    if isinstance(rules, str):
         return 0
     return 1 + min(_switches_apart(rules, preset) for preset in PRESETS.values())
 
@@ -108,10 +90,10 @@ def _switches_apart(rules: AccountingRules, other: AccountingRules) -> int:
     return sum(getattr(rules, switch.name) != getattr(other, switch.name) for switch in fields(AccountingRules))
 
 
-def _limits(node: NodeSettings) -> tuple[int, ...]:
-    """No host tier is simpler than one without a limit, and a limit that is not there than one that is."""
+def _limits(node: NodeSettings) -> Measure:
+    """A limit that is not there is simpler than one that is, and no host tier is simpler than one without a limit."""
     host = 0 if node.host_tokens == 0 else 1 if node.host_tokens is None else 2
-    return int(node.max_prefill_tokens is not None), host, int(node.chunked_prefill_size is not None)
+    return node.max_prefill_tokens is not None, host, node.chunked_prefill_size is not None
 
 
 # --- sizes, apart from what they are the sizes of
@@ -128,62 +110,61 @@ def sizes_of(trace: Trace) -> Sizes:
                 sizes += [tokens for _, tokens in prompt.segments]
             case Hold(tokens=tokens) | Release(tokens=int(tokens)):
                 sizes.append(tokens)
+            case _:
+                pass
     return tuple(sizes)
 
 
 def with_sizes(trace: Trace, sizes: Sizes) -> Trace | None:
-    """The trace with other sizes; None where the format would refuse them."""
-    if min(sizes, default=1) < 1:
+    """The trace with other sizes; None where they do not fit each other."""
+    if min(sizes) < 1:
         return None
     rest = iter(sizes)
-    settings = {name: next(rest) for name in NODE_SIZES if getattr(trace.node, name)}
-    page_size = settings["page_size"]
-    if settings["checkpoint_align"] % page_size or settings["pool_tokens"] < page_size:
+    node = {name: next(rest) for name in NODE_SIZES if getattr(trace.node, name)}
+    page_size = node["page_size"]
+    if node["checkpoint_align"] % page_size or node["pool_tokens"] < page_size:
         return None
-    if settings.get("chunked_prefill_size", page_size) < page_size:
+    if node.get("chunked_prefill_size", page_size) < page_size:
         return None
-    rules = trace.rules
+    rules: Any = trace.rules
     if isinstance(rules, AccountingRules):
-        switches = {name: next(rest) for name in RULE_SIZES if isinstance(getattr(rules, name), int)}
+        switches: dict[str, Any] = {name: next(rest) for name in RULE_SIZES if isinstance(getattr(rules, name), int)}
         if any(size % page_size for size in switches.values()):
             return None
-        if switches:
-            rules = replace(rules, **switches)  # type: ignore[arg-type]
-    events = tuple(_with_sizes(event, rest) for event in trace.events)
+        rules = replace(rules, **switches) if switches else rules
+    events = tuple(_resized(event, rest) for event in trace.events)
     if any(isinstance(event, Release) for event in events) and repaired(events) != events:
         return None
-    return Trace(replace(trace.node, **settings), rules, events)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {name: node.get(name, getattr(trace.node, name)) for name in NODE_SIZES}
+    return Trace(NodeSettings(**settings), rules, events)
 
 
-def _with_sizes(event: Event, rest: Iterator[int]) -> Event:
+def _resized(event: Event, rest: Iterator[int]) -> Event:
     match event:
         case Submit(request, prompt):
-            return Submit(request, _resized(prompt, rest))
+            return Submit(request, Prompt([(segment, next(rest)) for segment, _ in prompt.segments]))
         case Cached(tier, prompt, locked):
-            return Cached(tier, _resized(prompt, rest), locked)
+            return Cached(tier, Prompt([(segment, next(rest)) for segment, _ in prompt.segments]), locked)
         case Hold(name):
             return Hold(name, next(rest))
         case Release(name, int()):
             return Release(name, next(rest))
-    return event
+        case _:
+            return event
 
 
-def _resized(prompt: Prompt, rest: Iterator[int]) -> Prompt:
-    return Prompt([(segment, next(rest)) for segment, _ in prompt.segments])
+# --- passes over rules, events and settings
 
 
-def one_at_a_time(candidates: Callable[[Trace], Iterator[Trace]]) -> Callable[[Trace], Pass]:
-    """A pass of candidates that all start from the same trace, so the first that is accepted ends it."""
+def one_at_a_time(candidates: Candidates) -> Pass:
+    """A pass whose candidates all start from the same trace, so the first that is accepted ends it."""
 
-    def make(trace: Trace) -> Pass:
+    def make(trace: Trace) -> Generator[Trace, bool, None]:
         for candidate in candidates(trace):
             if (yield candidate):
                 return
 
     return make
-
-
-# --- passes over rules, events and settings
 
 
 def simpler_rules(trace: Trace) -> Iterator[Trace]:
@@ -195,11 +176,12 @@ def simpler_rules(trace: Trace) -> Iterator[Trace]:
     for name in nearest:
         yield trace.with_rules(name)
     for switch in fields(AccountingRules):
-        yield trace.with_rules(replace(rules, **{switch.name: getattr(PRESETS[nearest[0]], switch.name)}))
+        change: dict[str, Any] = {switch.name: getattr(PRESETS[nearest[0]], switch.name)}
+        yield trace.with_rules(replace(rules, **change))
 
 
 def fewer_events(trace: Trace) -> Iterator[Trace]:
-    """Halves, quarters, ... of the events dropped; then each alone; then in a short trace each two."""
+    """Halves, quarters, ... of the events dropped; then each alone; then, of a few, each two."""
     count = len(trace.events)
     length = count // 2
     while length > 1:
@@ -208,14 +190,18 @@ def fewer_events(trace: Trace) -> Iterator[Trace]:
         length //= 2
     for index in range(count):
         yield _without(trace, (index,))
-    if count <= SUBSET_LIMIT:
+    if count <= FEW:
         for pair in combinations(range(count), 2):
             yield _without(trace, pair)
 
 
 def _without(trace: Trace, dropped: Iterable[int]) -> Trace:
     gone = set(dropped)
-    return replace(trace, events=repaired([event for index, event in enumerate(trace.events) if index not in gone]))
+    return _with_events(trace, [event for index, event in enumerate(trace.events) if index not in gone])
+
+
+def _with_events(trace: Trace, events: Iterable[Event]) -> Trace:
+    return replace(trace, events=repaired(events))
 
 
 def repaired(events: Iterable[Event]) -> tuple[Event, ...]:
@@ -242,56 +228,58 @@ def repaired(events: Iterable[Event]) -> tuple[Event, ...]:
 
 
 def simpler_events(trace: Trace) -> Iterator[Trace]:
-    """A drain for all that follows an event, or for one round; no lock, the device for the host, a whole release."""
+    """A drain for all that follows an event; then an event made simpler, alone or with another one dropped."""
     events = trace.events
     for index in range(len(events)):
-        yield replace(trace, events=(*events[:index], Drain()))
+        yield _with_events(trace, (*events[:index], Drain()))
     for index, event in enumerate(events):
-        simpler: Event | None = None
-        match event:
-            case Round():
-                simpler = Drain()
-            case Cached(tier, prompt, True):
-                simpler = Cached(tier, prompt)
-            case Cached("host", prompt):
-                simpler = Cached("device", prompt)
-            case Release(name, int()):
-                simpler = Release(name)
-            case _:
-                pass
-        if simpler is not None:
-            yield replace(trace, events=repaired((*events[:index], simpler, *events[index + 1 :])))
+        for simpler in _simpler(event, _unused(trace, "request")):
+            changed = replace(trace, events=(*events[:index], simpler, *events[index + 1 :]))
+            yield _with_events(changed, changed.events)
+            if len(events) <= FEW:
+                yield from (_without(changed, (other,)) for other in range(len(events)) if other != index)
+
+
+def _simpler(event: Event, unused: str) -> Iterator[Event]:
+    """A drain for a round, a request for slots that somebody else takes, no lock, another tier, a whole release."""
+    match event:
+        case Round():
+            yield Drain()
+        case Cached(tier, prompt, locked):
+            yield Submit(unused, prompt)
+            if locked:
+                yield Cached(tier, prompt)
+            yield Cached("host" if tier == "device" else "device", prompt)
+        case Hold(_, tokens):
+            yield Submit(unused, Prompt([(unused, tokens)]))
+        case Release(name, int()):
+            yield Release(name)
+        case _:
+            pass
 
 
 def reordered(trace: Trace) -> Iterator[Trace]:
-    """Two events swapped. Which order is the smaller one, the measure says."""
+    """Two events swapped, or one moved to the front. Which order is the smaller one, the measure says."""
     for first, second in combinations(range(len(trace.events)), 2):
-        events = list(trace.events)
-        events[first], events[second] = events[second], events[first]
-        if repaired(events) == tuple(events):
-            yield replace(trace, events=tuple(events))
+        swapped = list(trace.events)
+        swapped[first], swapped[second] = swapped[second], swapped[first]
+        moved = [*trace.events[:first], trace.events[second], *trace.events[first:second], *trace.events[second + 1 :]]
+        for events in (swapped, moved):
+            if repaired(events) == tuple(events):
+                yield replace(trace, events=tuple(events))
 
 
 def simpler_prompts(trace: Trace) -> Iterator[Trace]:
     """A prompt's segments joined into one of its own, or into its first; one dropped; a shared one made its own."""
-    taken = {
-        segment for event in trace.events if isinstance(event, (Submit, Cached)) for segment, _ in event.prompt.segments
-    }
-    own = next(name for number in range(len(taken) + 1) if (name := f"own {number}") not in taken)
+    own = _unused(trace, "segment")
     for index, event in enumerate(trace.events):
         if not isinstance(event, (Submit, Cached)):
             continue
         segments = event.prompt.segments
-        whole = event.prompt.tokens
-        simpler = [((own, whole),)]
-        if len(segments) > 1:
-            simpler.append(((segments[0][0], whole),))
-        simpler += [
-            (*segments[:number], *segments[number + 1 :]) for number in range(len(segments)) if len(segments) > 1
-        ]
-        simpler += [
-            (*segments[:number], (own, tokens), *segments[number + 1 :]) for number, (_, tokens) in enumerate(segments)
-        ]
+        several = range(len(segments) if len(segments) > 1 else 0)
+        simpler = [[(own, event.prompt.tokens)], [(segments[0][0], event.prompt.tokens)]]
+        simpler += [[*segments[:number], *segments[number + 1 :]] for number in several]
+        simpler += [[*segments[:number], (own, segments[number][1]), *segments[number + 1 :]] for number in several]
         for runs in simpler:
             if any(tokens for _, tokens in runs):
                 changed = replace(event, prompt=Prompt(runs))
@@ -299,38 +287,41 @@ def simpler_prompts(trace: Trace) -> Iterator[Trace]:
 
 
 def fewer_limits(trace: Trace) -> Iterator[Trace]:
-    """No prefill limit, no host tier or one without a limit, no chunking; a grid of one page; pages of one token."""
+    """No prefill limit, no host tier or one without a limit, no chunking; a grid of one page."""
     node = trace.node
-    yield replace(trace, node=replace(node, max_prefill_tokens=None, host_tokens=0, chunked_prefill_size=None))
-    yield replace(trace, node=replace(node, max_prefill_tokens=None))
-    yield replace(trace, node=replace(node, host_tokens=0))
-    yield replace(trace, node=replace(node, host_tokens=None))
-    yield replace(trace, node=replace(node, chunked_prefill_size=None))
-    yield replace(trace, node=replace(node, checkpoint_align=node.page_size))
+    changes: tuple[dict[str, Any], ...] = (
+        {"max_prefill_tokens": None, "host_tokens": 0, "chunked_prefill_size": None},
+        {"max_prefill_tokens": None},
+        {"host_tokens": 0},
+        {"host_tokens": None},
+        {"chunked_prefill_size": None},
+        {"checkpoint_align": node.page_size},
+    )
+    for change in changes:
+        yield replace(trace, node=replace(node, **change))
 
 
 # --- passes over sizes
 
 
 def scaled(trace: Trace) -> Iterator[Trace]:
-    """Everything in one go: pages of one token, of two; then all but the page to an eighth, a quarter, ..."""
-    sizes = sizes_of(trace)
-    page_size = trace.node.page_size
+    """All sizes in one go: to pages of one token or of two; then those but the page to an eighth, a quarter, ..."""
+    page_size, *sizes = sizes_of(trace)
     for page in (1, 2):
         if page < page_size:
-            yield from _fit(trace, (page, *(ceil_pages(size * page, page_size) for size in sizes[1:])))
-            yield from _fit(trace, (page, *(max(1, size * page // page_size) for size in sizes[1:])))
-    for divisor, times in ((8, 1), (4, 1), (2, 1), (3, 2)):
-        shares = [max(1, size * times // divisor) for size in sizes[1:]]
+            yield from _fit(trace, (page, *(ceil_pages(size * page, page_size) for size in sizes)))
+            yield from _fit(trace, (page, *(max(1, size * page // page_size) for size in sizes)))
+    for times, divisor in ((1, 8), (1, 4), (1, 2), (2, 3)):
+        shares = [max(1, size * times // divisor) for size in sizes]
         yield from _fit(trace, (page_size, *shares))
         for round_to_page in (ceil_tokens, floor_tokens):
             yield from _fit(trace, (page_size, *(round_to_page(size, page_size) for size in shares)))
 
 
-def lowered(trace: Trace) -> Pass:
+def lowered(trace: Trace) -> Generator[Trace, bool, None]:
     """Sizes lowered alone, in pairs and in triples, by the same step, the largest first; what works is repeated."""
     count = len(sizes_of(trace))
-    for together in (1, 2, 3) if count <= SUBSET_LIMIT else (1, 2):
+    for together in (1, 2, 3) if count <= FEW else (1, 2):
         for subset in combinations(range(count), together):
             for step in _steps(trace):
                 while (candidate := _less(trace, subset, step)) is not None and (yield candidate):
@@ -349,17 +340,16 @@ def _steps(trace: Trace) -> list[int]:
 
 
 def neighbours(trace: Trace) -> Iterator[Trace]:
-    """Up to four sizes one (token, and page) up or down: what no step in one direction can reach."""
+    """Up to four sizes one (token, then page) up or down: what no step in one direction can reach."""
     sizes = sizes_of(trace)
-    for unit in {1: None, trace.node.page_size: None}:
-        for together in (2, 3, 4) if len(sizes) <= SUBSET_LIMIT else (2,):
+    for unit in sorted({1, trace.node.page_size}):
+        for together in (2, 3, 4) if len(sizes) <= FEW else (2,):
             for subset in combinations(range(len(sizes)), together):
-                for signs in product((-1, 1), repeat=together):
-                    changed = list(sizes)
-                    for index, sign in zip(subset, signs, strict=True):
-                        changed[index] += sign * unit
-                    if (sum(changed), changed) < (sum(sizes), list(sizes)):
-                        yield from _fit(trace, tuple(changed))
+                for signs in product((-unit, unit), repeat=together):
+                    steps = dict(zip(subset, signs, strict=True))
+                    changed = tuple(size + steps.get(index, 0) for index, size in enumerate(sizes))
+                    if (sum(steps.values()), changed) < (0, sizes):
+                        yield from _fit(trace, changed)
 
 
 def _fit(trace: Trace, sizes: Sizes) -> Iterator[Trace]:
@@ -390,22 +380,27 @@ def normal_form(trace: Trace) -> Trace:
                 events.append(replace(event, name=holds.setdefault(name, f"H{len(holds) + 1}")))
             case _:
                 events.append(event)
-    rules = trace.rules
-    preset = next((name for name, preset in PRESETS.items() if preset == rules), rules)
-    return Trace(trace.node, preset, tuple(events))
+    return Trace(trace.node, named_rules(trace.rules), tuple(events))
+
+
+def named_rules(rules: str | AccountingRules) -> str | AccountingRules:
+    """The name of the preset that these rules are, if they are one."""
+    return next((name for name, preset in PRESETS.items() if preset == rules), rules)
 
 
 def _renamed(prompt: Prompt, names: dict[str, str]) -> Prompt:
-    return Prompt(
-        [(names.setdefault(segment, letters(len(names))), tokens) for segment, tokens in prompt.segments if tokens]
-    )
+    runs = [(segment, tokens) for segment, tokens in prompt.segments if tokens]
+    return Prompt([(names.setdefault(segment, letters(len(names))), tokens) for segment, tokens in runs])
 
 
 def letters(number: int) -> str:
     """a, b, ..., z, aa, ab, ... for 0, 1, ..."""
-    name = ""
-    number += 1
-    while number:
-        number, letter = divmod(number - 1, 26)
-        name = chr(ord("a") + letter) + name
-    return name
+    first, last = divmod(number, 26)
+    return (letters(first - 1) if first else "") + chr(ord("a") + last)
+
+
+def _unused(trace: Trace, prefix: str) -> str:
+    """A name that no request and no segment of this trace has."""
+    taken = {segment for event in trace.events if isinstance(event, (Submit, Cached)) for segment, _ in event.prompt.segments}
+    taken |= {event.request for event in trace.events if isinstance(event, Submit)}
+    return next(name for number in range(len(taken) + 1) if (name := f"{prefix} {number}") not in taken)

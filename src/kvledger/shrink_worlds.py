@@ -9,183 +9,203 @@ is found depends on the target and the rules alone; that is what makes the resul
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
+from typing import Any
 
+from kvledger.arithmetic import ceil_tokens
 from kvledger.node import NodeSettings
 from kvledger.request import Prompt
 from kvledger.rules import AccountingRules
-from kvledger.shrink_passes import RULE_SIZES, letters, repaired, shape_key
-from kvledger.trace import Abort, Cached, Drain, Event, Hold, Round, Submit, Trace, Transferred
+from kvledger.shrink_passes import RULE_SIZES, Measure, letters, shape_key
+from kvledger.trace import Abort, Cached, Drain, Event, Hold, Round, Submit, Tier, Trace, Transferred
 
 SHAPE_EVENTS = 4
-"""Shapes of so many events are tried: there are hundreds of them, and thousands with one more."""
-TRIES_PER_SHAPE = 64
-_FINE, _COARSE = 1, 4
-"""Page sizes tried: first without any rounding to pages, then with plenty."""
+"""Shapes of up to so many events are tried: about a hundred, and thousands with one more."""
+TRIES: Mapping[int, int] = {1: 128, 2: 32, 4: 32}
+"""Page sizes (no rounding to pages, little, plenty), and how many traces are tried of a shape of three events."""
 
 Shape = tuple[Event, ...]
 """Events whose sizes mean nothing yet: every segment and hold stands for a size to be chosen."""
 
 
+def small_worlds(rules: str | AccountingRules) -> Iterator[tuple[Measure, Iterator[Trace]]]:
+    """Small traces in the order of their outlines, and each outline."""
+    for length in range(1, SHAPE_EVENTS + 1):
+        for page_size in TRIES:
+            for shape in shapes(length):
+                yield (length, page_size, *shape_key(shape)), _instances(shape, page_size, rules)
+
+
+# --- shapes
+
+
 @cache
-def shapes() -> tuple[Shape, ...]:
-    """Every shape of up to SHAPE_EVENTS events that could break something, the simplest first."""
-    found: dict[tuple[object, ...], Shape] = {}
-    for length in range(SHAPE_EVENTS):
-        for kinds in product(_BEFORE_THE_END, repeat=length):
-            for shape in _with_names(kinds):
-                for end in _ends(shape):
-                    whole = (*shape, end)
-                    if _sensible(whole):
-                        found.setdefault((len(whole), *shape_key(whole)), whole)
+def shapes(length: int) -> tuple[Shape, ...]:
+    """Every shape of so many events that could break something, the simplest first."""
+    found: dict[Measure, Shape] = {}
+    for kinds in product(_KINDS, repeat=length - 1):
+        for shape in _shapes_of(kinds):
+            for end in (Drain(), *_endings(shape)):
+                if _sensible((*shape, end)):
+                    found.setdefault(shape_key((*shape, end)), (*shape, end))
     return tuple(found[key] for key in sorted(found))
 
 
-def _submit(segments: tuple[int, ...], events: Shape) -> Event:
-    number = sum(isinstance(event, Submit) for event in events)
-    return Submit(letters(number).upper(), _prompt(segments))
+Kind = Callable[[Shape], Iterable[Event]]
+"""The events of a kind that may follow a shape."""
 
 
-def _prompt(segments: Iterable[int]) -> Prompt:
-    return Prompt([(letters(segment), 1) for segment in segments])
+def _shapes_of(kinds: Iterable[Kind]) -> list[Shape]:
+    shapes: list[Shape] = [()]
+    for kind in kinds:
+        shapes = [(*shape, event) for shape in shapes for event in kind(shape)]
+    return shapes
 
 
-def _segments_of(events: Iterable[Event]) -> int:
-    names = {name for event in events if isinstance(event, (Submit, Cached)) for name, _ in event.prompt.segments}
-    return len(names)
+def _submits(shape: Shape) -> Iterator[Event]:
+    """A prompt nobody has seen, one seen before, and one that goes on from it."""
+    name = letters(_count(shape, Submit)).upper()
+    segments = _segments(shape)
+    fresh = letters(len(segments))
+    yield Submit(name, _prompt(fresh))
+    for seen in segments:
+        yield Submit(name, _prompt(seen))
+        yield Submit(name, _prompt(seen, fresh))
 
 
-def _new(events: Shape) -> Iterator[tuple[int, ...]]:
-    """A prompt nobody has seen; one seen before; one that goes on from it."""
-    fresh = _segments_of(events)
-    yield (fresh,)
-    for seen in range(fresh):
-        yield (seen,)
-        yield (seen, fresh)
+def _cached(tier: Tier, *, locked: bool = False) -> Kind:
+    def kind(shape: Shape) -> Iterator[Event]:
+        segments = _segments(shape)
+        for segment in (*segments, letters(len(segments))):
+            yield Cached(tier, _prompt(segment), locked)
+
+    return kind
 
 
-_Kind = Callable[[Shape], Iterator[Event]]
+def _holds(shape: Shape) -> Iterator[Event]:
+    yield Hold(f"H{_count(shape, Hold) + 1}", 1)
 
 
-def _submits(events: Shape) -> Iterator[Event]:
-    return (_submit(segments, events) for segments in _new(events))
-
-
-def _cached(tier: str, locked: bool) -> _Kind:
-    def make(events: Shape) -> Iterator[Event]:
-        for segments in _new(events):
-            if len(segments) == 1:
-                yield Cached(tier, _prompt(segments), locked)  # type: ignore[arg-type]
-
-    return make
-
-
-def _rounds(events: Shape) -> Iterator[Event]:
-    if any(isinstance(event, Submit) for event in events):
+def _rounds(shape: Shape) -> Iterator[Event]:
+    if _count(shape, Submit):
         yield Round()
 
 
-def _holds(events: Shape) -> Iterator[Event]:
-    yield Hold(f"H{sum(isinstance(event, Hold) for event in events) + 1}", 1)
+def _endings(shape: Shape) -> Iterator[Event]:
+    """What may end each request, once a round has begun any."""
+    for event in shape:
+        if isinstance(event, Submit) and _count(shape, Round):
+            yield Transferred(event.request)
+            yield Abort(event.request)
 
 
-def _endings(events: Shape) -> Iterator[Event]:
-    if any(isinstance(event, (Round, Drain)) for event in events):
-        for event in events:
-            if isinstance(event, Submit):
-                yield Transferred(event.request)
-                yield Abort(event.request)
-
-
-_BEFORE_THE_END: tuple[_Kind, ...] = (
+_KINDS: tuple[Kind, ...] = (
     _submits,
-    _cached("device", False),
-    _cached("device", True),
-    _cached("host", False),
-    _rounds,
+    _cached("device"),
+    _cached("device", locked=True),
+    _cached("host"),
     _holds,
+    _rounds,
     _endings,
 )
 
 
-def _with_names(kinds: tuple[_Kind, ...]) -> Iterator[Shape]:
-    partial: list[Shape] = [()]
-    for kind in kinds:
-        partial = [(*events, event) for events in partial for event in kind(events)]
-    return iter(partial)
-
-
-def _ends(shape: Shape) -> Iterator[Event]:
-    yield Drain()
-    yield from _endings(shape)
-
-
 def _sensible(shape: Shape) -> bool:
-    """Somebody is submitted, and what is cached is of use to a later prompt (or takes room by its lock)."""
-    if not any(isinstance(event, Submit) for event in shape):
+    """Somebody is submitted; what is cached matters to somebody; and no other order of events says the same."""
+    if not _count(shape, Submit):
         return False
-    for index, event in enumerate(shape):
-        if isinstance(event, Cached) and not event.locked and not _used(event.prompt, shape[index + 1 :]):
+    for index, (event, following) in enumerate(pairwise(shape)):
+        if isinstance(event, Round) and isinstance(following, Drain):
+            return False
+        if isinstance(event, Submit) and isinstance(following, (Cached, Hold)):
+            return False
+        if isinstance(event, Cached) and not event.locked and not _continued(event.prompt, shape[index + 1 :]):
             return False
     return True
 
 
-def _used(prompt: Prompt, later: Shape) -> bool:
-    first = prompt.segments[0][0]
+def _continued(prompt: Prompt, later: Shape) -> bool:
+    first, _ = prompt.segments[0]
     return any(isinstance(event, Submit) and event.prompt.segments[0][0] == first for event in later)
+
+
+def _count(shape: Shape, kind: type[Event]) -> int:
+    return sum(isinstance(event, kind) for event in shape)
+
+
+def _segments(shape: Shape) -> tuple[str, ...]:
+    """The segments so far, in order of appearance, which is that of their letters."""
+    names = {name for event in shape if isinstance(event, (Submit, Cached)) for name, _ in event.prompt.segments}
+    return tuple(sorted(names))
+
+
+def _prompt(*segments: str) -> Prompt:
+    return Prompt([(segment, 1) for segment in segments])
 
 
 # --- sizes for a shape
 
 
-@dataclass(frozen=True, slots=True)
-class World:
-    """A roomy node, and the sizes that mean something on it."""
-
-    node: NodeSettings
-    landmarks: tuple[int, ...]
-
-
 @cache
-def worlds(page_size: int) -> tuple[World, ...]:
-    """Chunks just below the next grid step, of whole grid steps, below the grid, inside a page; and no chunks."""
+def nodes(page_size: int) -> tuple[NodeSettings, ...]:
+    """Chunks that end just below the next grid step, on each page, below the first grid step, inside a page; none."""
     grid = 8 * page_size
     sizes = (
-        (grid, 2 * grid - page_size, 5 * grid),
-        (page_size, 4 * page_size, 3 * grid),
-        (grid, None, 3 * grid),
-        (grid, 3 * page_size, 3 * grid),
-        (grid, 3 * grid + page_size // 2, 10 * grid),
+        (grid, 2 * grid - page_size),
+        (page_size, 4 * page_size),
+        (grid, 3 * page_size),
+        (grid, grid + page_size // 2),
+        (page_size, None),
     )
-    return tuple(_world(page_size, *size) for size in sizes)
-
-
-def _world(page_size: int, grid: int, chunk: int | None, pool: int) -> World:
-    node = NodeSettings(
-        page_size=page_size,
-        checkpoint_align=grid,
-        chunked_prefill_size=chunk,
-        max_prefill_tokens=None,
-        pool_tokens=pool,
-        host_tokens=None,
+    return tuple(
+        NodeSettings(
+            page_size=page_size,
+            checkpoint_align=align,
+            chunked_prefill_size=chunk,
+            max_prefill_tokens=None,
+            pool_tokens=3 * grid,
+            host_tokens=None,
+        )
+        for align, chunk in sizes
     )
-    most = pool - page_size - 2
-    landmarks = {1, page_size, grid, most, most // 2, (chunk or pool) % grid or 1, (chunk or pool // 2) + 1}
-    return World(node, tuple(sorted(landmarks)))
 
 
-def small_traces(shape: Shape, page_size: int, rules: str | AccountingRules) -> Iterator[Trace]:
-    """Traces of a shape on the small worlds of a page size: all sizes at landmarks, or a fixed choice of them."""
-    names = sorted({name for event in shape for name in _size_names(event)})
-    choices = [(world, sizes) for world in worlds(page_size) for sizes in product(world.landmarks, repeat=len(names))]
+def _instances(shape: Shape, page_size: int, rules: str | AccountingRules) -> Iterator[Trace]:
+    """Traces of a shape: a fixed choice of nodes, and of a landmark for each segment and hold."""
+    names = list(dict.fromkeys(name for event in shape for name in _size_names(event)))
+    choices = [(node, marks) for node in nodes(page_size) for marks in product(_LANDMARKS, repeat=len(names))]
+    tries = min(TRIES[page_size] >> max(0, len(shape) - 3), len(choices))
     # drawn, because neighbours in the product are much alike; from a seed of its own, because it must repeat
-    order = random.Random(len(choices)).sample(choices, min(TRIES_PER_SHAPE, len(choices)))
-    for world, sizes in order:
-        tokens = dict(zip(names, sizes, strict=True))
-        yield Trace(world.node, _on_grid(rules, world.node), tuple(_sized(event, tokens) for event in shape))
+    for node, marks in random.Random(0).sample(choices, tries):
+        tokens = _tokens(node, names, marks)
+        yield Trace(node, _on_grid(rules, node), tuple(_sized(event, tokens) for event in shape))
+
+
+Landmark = Callable[[NodeSettings, int], int]
+"""A size on a node where `room` tokens still pass the gate of a sound scheduler."""
+
+_LANDMARKS: tuple[Landmark, ...] = (
+    lambda node, room: 1,
+    lambda node, room: (node.chunked_prefill_size or 0) % node.checkpoint_align or node.page_size,
+    lambda node, room: room // 2,
+    lambda node, room: room,
+    lambda node, room: room + node.page_size,
+)
+
+
+def _tokens(node: NodeSettings, names: Iterable[str], marks: Iterable[Landmark]) -> dict[str, int]:
+    """A size for each name, each at its landmark once those before it have been charged."""
+    tokens: dict[str, int] = {}
+    room = node.pool_tokens - node.page_size - 2
+    for name, mark in zip(names, marks, strict=True):
+        tokens[name] = max(1, mark(node, room))
+        room -= ceil_tokens(tokens[name], node.page_size) + node.page_size + 1
+        if room < 1:
+            room = node.pool_tokens - node.page_size - 2
+    return tokens
 
 
 def _size_names(event: Event) -> list[str]:
@@ -194,21 +214,23 @@ def _size_names(event: Event) -> list[str]:
             return [segment for segment, _ in prompt.segments]
         case Hold(name):
             return [name]
-    return []
+        case _:
+            return []
 
 
-def _sized(event: Event, tokens: dict[str, int]) -> Event:
+def _sized(event: Event, tokens: Mapping[str, int]) -> Event:
     match event:
         case Submit(prompt=prompt) | Cached(prompt=prompt):
             return replace(event, prompt=Prompt([(segment, tokens[segment]) for segment, _ in prompt.segments]))
         case Hold(name):
             return Hold(name, tokens[name])
-    return event
+        case _:
+            return event
 
 
 def _on_grid(rules: str | AccountingRules, node: NodeSettings) -> str | AccountingRules:
-    """Rules with grids of their own get the node's: numbers of another node's size would mean nothing here."""
+    """Rules with grids of their own get this node's: numbers meant for another would mean nothing here."""
     if isinstance(rules, str):
         return rules
-    own = {name: node.checkpoint_align for name in RULE_SIZES if isinstance(getattr(rules, name), int)}
-    return replace(rules, **own) if own else rules  # type: ignore[arg-type]
+    own: dict[str, Any] = {name: node.checkpoint_align for name in RULE_SIZES if isinstance(getattr(rules, name), int)}
+    return replace(rules, **own) if own else rules

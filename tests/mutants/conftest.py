@@ -6,6 +6,7 @@ import pytest
 
 from tests.mutants.hunt import Hunt
 from tests.mutants.matrix import matrix_lines
+from tests.mutants.registry import MUTANTS
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -19,5 +20,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     ]
     if hunts:
         terminalreporter.section("kill matrix")
-        for line in matrix_lines(sorted(hunts, key=lambda hunt: hunt.mutant)):
+        for line in matrix_lines(sorted(hunts, key=lambda hunt: list(MUTANTS).index(hunt.mutant))):
             terminalreporter.write_line(line)

@@ -156,11 +156,12 @@ class EvictedPageKeepsNumber(PrefixTree):
     """The host copy of an evicted page goes on naming the device page, which is somebody else's by now."""
 
     def _evict_one(self) -> None:
-        number_of = {cached: cached.page for cached in self.cached_pages()}
+        on_device = [(cached, cached.page) for cached in self.device_pages()]
         super()._evict_one()
-        for cached, page in number_of.items():
-            if cached.page != page:
+        for cached, page in on_device:
+            if cached.page is None:
                 cached.page = page
+                self._on_device[cached.serial] = cached
 
 
 @mutant("admitted-finishes")
@@ -174,15 +175,6 @@ class OneEvictionShort(PrefixTree):
         for _ in range(shortage_pages - 1):
             self._evict_one()
         raise OutOfPages(pages * self.page_size, self.pool.available_size(), self.evictable_size())
-
-
-@mutant("conserved")
-class HostDropsWhatLoads(PrefixTree):
-    """What the host drops to make room may be what a load-back is copying up just now."""
-
-    def __init__(self, pool: PagePool, host_pages: int | None) -> None:
-        super().__init__(pool, host_pages)
-        self._host_leaves = LeafQueue(lambda cached: cached.page is None and not cached.children)
 
 
 @mutant("conserved")

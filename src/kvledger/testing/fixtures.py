@@ -31,10 +31,12 @@ def fixture_name(trace: Trace, invariant: str) -> str:
     return f"{invariant}-{hashlib.sha256(content.encode()).hexdigest()[:8]}.json"
 
 
-def save_fixture(trace: Trace, invariant: str, folder: str | os.PathLike[str]) -> Path:
+def save_fixture(
+    trace: Trace, invariant: str, folder: str | os.PathLike[str], *, target: TargetFactory = TARGETS["node"]
+) -> Path:
     """Write the trace with its expectations into `folder`, whole or not at all; one that is there already is kept."""
     path = Path(folder) / fixture_name(trace, invariant)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(replace(trace, expect=expectations(trace)), path)
+        write(replace(trace, expect=expectations(trace, target=target)), path)
     return path

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
@@ -44,23 +45,30 @@ _BROKEN: Mapping[str, type[InvariantBroken]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class UnderTest:
+    """What a machine class searches: a target by these rules, asked these invariants."""
+
+    target: TargetFactory
+    rules_name: str
+    rules: AccountingRules
+    invariants: tuple[Invariant, ...]
+
+
 class AdmissionMachine(RuleBasedStateMachine):
     """One experiment. Subclasses say what is under test; see `observing` for those who want to know of each."""
 
-    rules_name: ClassVar[str]
-    accounting: ClassVar[AccountingRules]
-    target_factory: ClassVar[TargetFactory]
-    asked: ClassVar[tuple[Invariant, ...]] = INVARIANTS
+    under_test: ClassVar[UnderTest]
 
     def __init__(self) -> None:
         super().__init__()
         self.world: World | None = None
-        self.monitor = SearchMonitor(self.asked)
+        self.monitor = SearchMonitor(self.under_test.invariants)
 
     def begin(self, **drawn: int) -> None:
         settings = draw_settings(**{name: drawn[name] for name in NODE_DOMAINS})
-        rules = draw_rules(self.accounting, settings, **{name: drawn[name] for name in RULES_DOMAINS})
-        self.world = World(Replay(settings, rules, target=self.target_factory, monitor=self.monitor))
+        rules = draw_rules(self.under_test.rules, settings, **{name: drawn[name] for name in RULES_DOMAINS})
+        self.world = World(Replay(settings, rules, target=self.under_test.target, monitor=self.monitor))
 
     def act(self, action: tuple[Move, dict[str, int]]) -> None:
         move, arguments = action
@@ -91,7 +99,8 @@ class AdmissionMachine(RuleBasedStateMachine):
         """What happened, as a trace under the rules it happened under."""
         assert self.world is not None
         rules = self.world.replay.rules
-        name: AccountingRules | str = self.rules_name if rules == PRESETS.get(self.rules_name) else rules
+        preset = self.under_test.rules_name
+        name: AccountingRules | str = preset if rules == PRESETS.get(preset) else rules
         first = self.monitor.broken[0] if self.monitor.broken else None
         return trace_of(self.world, name, f"{first.invariant}: {first.message}" if first else "")
 
@@ -148,15 +157,16 @@ def state_machine(
     target = target or SESSION.target
     rules = rules or SESSION.rules or "tail-reserved"
     rules_name = rules if isinstance(rules, str) else "own rules"
-    body: dict[str, Any] = {
-        "rules_name": rules_name,
-        "accounting": PRESETS[rules] if isinstance(rules, str) else rules,
-        "target_factory": target if isinstance(target, type) else staticmethod(target),
-        "asked": tuple(invariants),
-        "begin": initialize(**strategy({**NODE_DOMAINS, **RULES_DOMAINS}))(AdmissionMachine.begin),
+    drawn: dict[str, Any] = strategy({**NODE_DOMAINS, **RULES_DOMAINS})
+    body = {
+        "under_test": UnderTest(
+            target, rules_name, PRESETS[rules] if isinstance(rules, str) else rules, tuple(invariants)
+        ),
+        "begin": initialize(**drawn)(AdmissionMachine.begin),
         "act": rule(action=actions(tuple(moves)))(AdmissionMachine.act),
         "shard": shard,
     }
-    machine = type(name or f"Admission_{rules_name.replace('-', '_')}_{shard}", (AdmissionMachine,), body)
+    name = name or f"Admission_{rules_name.replace('-', '_')}_{shard}"
+    machine: type[AdmissionMachine] = type(name, (AdmissionMachine,), body)
     machine.TestCase.settings = profile_settings(SESSION.profile)
     return machine if SESSION.profile == "nightly" else seed(shard)(machine)

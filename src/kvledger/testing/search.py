@@ -17,9 +17,11 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from kvledger.monitor import checked_replay
 from kvledger.node import PrefillNode
-from kvledger.replay import TargetFactory
+from kvledger.replay import Broken, TargetFactory
 from kvledger.rules import PRESETS
+from kvledger.shrink import shrink
 from kvledger.testing.driver import MOVES_PER_EXAMPLE, example, trace_of
 from kvledger.testing.machine import AdmissionMachine, InvariantBroken, observing, state_machine
 from kvledger.testing.reached import expected_branches
@@ -38,13 +40,18 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(slots=True)
 class Found:
-    """A broken invariant, minimal as far as shrinking got; `example` is the first that showed it, counted from 1."""
+    """A broken invariant and its smallest trace; `example` is the first that showed it, counted from 1.
+
+    `seconds` until it was found, `shrink_seconds` and `replays` until it was small.
+    """
 
     invariant: str
     message: str
     trace: Trace
     example: int
     seconds: float
+    shrink_seconds: float
+    replays: int
 
 
 @dataclass(slots=True)
@@ -91,7 +98,7 @@ def search(
 def _shrinking_search(
     result: SearchResult, examples: int, seed_number: int, target: TargetFactory, progress: Callable[[int], None]
 ) -> None:
-    """Hypothesis looks for a broken invariant. The last failing example it runs is the minimal one."""
+    """Hypothesis looks for a broken invariant, and our own shrinker makes what it finds small."""
     machine = state_machine(target, rules=result.rules)
     started = time.perf_counter()
     first: tuple[int, float] | None = None
@@ -112,8 +119,13 @@ def _shrinking_search(
             run_state_machine_as_test(seed(seed_number)(machine), settings=search_settings(examples))
     except InvariantBroken:
         assert failing is not None and first is not None, "a broken invariant is observed before it is raised"
-        broken = failing.monitor.broken[0]
-        result.found = Found(broken.invariant, broken.message, failing.trace(), *first)
+        result.found = _found(failing.monitor.broken[0], failing.trace(), target, *first)
+
+
+def _found(broken: Broken, trace: Trace, target: TargetFactory, example: int, seconds: float) -> Found:
+    shrunk = shrink(trace, target=target, invariant=broken.invariant)
+    message = checked_replay(shrunk.trace, target=target).broken[0].message
+    return Found(broken.invariant, message, shrunk.trace, example, seconds, shrunk.seconds, shrunk.evaluations)
 
 
 def search_settings(examples: int) -> settings:
@@ -121,7 +133,7 @@ def search_settings(examples: int) -> settings:
     return settings(
         max_examples=examples,
         stateful_step_count=MOVES_PER_EXAMPLE,
-        phases=(Phase.generate, Phase.target, Phase.shrink),
+        phases=(Phase.generate, Phase.target),
         database=None,
         deadline=None,
         derandomize=False,
@@ -144,10 +156,9 @@ def _driven_search(
         result.rounds += monitor.rounds
         result.reached.update(monitor.reached)
         if monitor.broken and result.found is None:
-            broken = monitor.broken[0]
-            trace = trace_of(world, world.replay.rules, f"{broken.invariant}: {broken.message}")
+            trace = trace_of(world, world.replay.rules, "")
             seconds = time.perf_counter() - started
-            result.found = Found(broken.invariant, broken.message, trace, result.examples, seconds)
+            result.found = _found(monitor.broken[0], trace, target, result.examples, seconds)
         progress(number)
 
 
@@ -171,6 +182,8 @@ def document(results: list[SearchResult], paths: Mapping[str, str]) -> dict[str,
                     "message": result.found.message,
                     "example": result.found.example,
                     "seconds": round(result.found.seconds, 3),
+                    "shrink_seconds": round(result.found.shrink_seconds, 3),
+                    "replays": result.found.replays,
                     "events": len(result.found.trace.events),
                     "fixture": paths.get(result.rules),
                 },

@@ -62,8 +62,9 @@ def _print_tables(console: Console, results: Sequence[SearchResult], paths: Mapp
         if result.found is not None:
             found = result.found
             console.print(f"[bold]{result.rules}[/] breaks {found.invariant}: {escape(found.message)}")
+            events, replays = len(found.trace.events), found.replays
             console.print(
-                f"  shrunk to {len(found.trace.events)} events: {escape(paths[result.rules])}", soft_wrap=True
+                f"  shrunk to {events} events in {replays:,} replays: {escape(paths[result.rules])}", soft_wrap=True
             )
         if result.missing:
             console.print(f"[bold red]{result.rules} never reached: {', '.join(result.missing)}[/]")
@@ -105,7 +106,7 @@ def _reached_table(results: Sequence[SearchResult]) -> Table:
 
 def _table(*columns: str | Column) -> Table:
     """A table without frames: 80 columns hold it, and so does a log."""
-    return Table(*columns, box=SIMPLE_HEAD, pad_edge=False)
+    return Table(*columns, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
 
 
 def _right(*names: str) -> list[Column]:

@@ -1,0 +1,210 @@
+"""KDA in Triton: a parallel pass over chunks, then the serial recurrence. CUDA (sm_90) and Triton's interpreter.
+
+`chunk_terms` runs one program per (chunk, head) and writes what does not depend on the state into a workspace;
+`recurrence` runs one program per (sequence, head, block of V) and walks the sequence's chunks, state in registers.
+Mathematics and names: ../../shared/facts/kernels.md of this project, after FlashKDA's deep dive.
+
+Chosen from ahead-of-time builds for sm_90 and from a float64 study of rounding, no GPU run yet:
+- V-block of 64 and 4 warps: every product with the state is a wgmma whose A operand (state, W, U) stays in registers;
+  K = V = 128 takes 178 registers, 62,008 B shared, no spill.
+- the inverse T stays in fp32 FMAs ("ieee"). In tf32 or bf16 it is lost with slow gates and correlated keys: RMS 0.09.
+- with bf16 inputs W, U, T, M are tf32; U enters the state as two bf16 halves. In plain bf16 the RMS is 0.008 there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvledger.kernels.kda_call import KdaCall
+from kvledger.kernels.state_plan import CHUNK
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+class Launch(NamedTuple):
+    """How one call is cut into programs; `terms_*` for the chunk pass, the others for the recurrence."""
+
+    block_v: int
+    warps: int
+    stages: int
+    terms_warps: int
+
+
+def choose_launch(low_precision: bool, v_size: int) -> Launch:
+    """The variant that a call takes; the ahead-of-time test builds these and no others."""
+    if INTERPRETED:
+        return Launch(max(16, triton.next_power_of_2(v_size)), 4, 1, 4)
+    if low_precision:
+        return Launch(min(64, max(16, triton.next_power_of_2(v_size))), 4, 3, 4)
+    return Launch(16, 8, 2, 4)
+
+
+@triton.jit
+def gate_of(raw, rate, bias, lower_bound, BOUNDED: tl.constexpr):
+    """Log decay per token and key channel from the raw gate."""
+    x = raw + bias
+    if BOUNDED:
+        return lower_bound / (1.0 + tl.exp(-rate * x))
+    return -rate * (tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x))))
+
+
+@triton.jit
+def pair_products(
+    q, k, g, dt_bias, corner, head, live, rate, lower_bound,
+    H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, CHUNK: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
+    """Sums over K of k_i k_j e^(G_i - G_j) and of q_i k_j e^(G_i - G_j), q and k as they are in memory.
+
+    No factor e^-G on its own: an unbounded gate can pass e^88 inside one chunk.
+    """
+    rows = tl.arange(0, CHUNK)
+    kk = tl.zeros([CHUNK, CHUNK], tl.float32)
+    qk = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for j in range(0, BK, BJ):
+        cols = j + tl.arange(0, BJ)
+        offset = rows[:, None] * (H * K) + cols[None, :]
+        mask = live[:, None] & (cols < K)[None, :]
+        query = tl.load(q + corner + offset, mask=mask, other=0.0).to(tl.float32)
+        key = tl.load(k + corner + offset, mask=mask, other=0.0).to(tl.float32)
+        raw = tl.load(g + corner + offset, mask=mask, other=0.0).to(tl.float32)
+        bias = tl.load(dt_bias + head * K + cols, mask=cols < K, other=0.0)[None, :]
+        total = tl.cumsum(tl.where(mask, gate_of(raw, rate, bias, lower_bound, BOUNDED), 0.0), 0)
+        decayed = key[None, :, :] * tl.exp(tl.minimum(total[:, None, :] - total[None, :, :], 0.0))
+        kk += tl.sum(key[:, None, :] * decayed, 2)
+        qk += tl.sum(query[:, None, :] * decayed, 2)
+    return kk, qk
+
+
+@triton.jit
+def chunk_terms(
+    q, k, g, beta, a_log, dt_bias, chunks, ws_kd, ws_qd, ws_kr, ws_t, ws_m, ws_decay, scale, lower_bound,
+    H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, CHUNK: tl.constexpr,
+    BOUNDED: tl.constexpr, PRECISION: tl.constexpr, INV: tl.constexpr
+):  # fmt: skip
+    """Write kd, qd, kr [16, K], T diag(beta), M [16, 16] and e^G_last [K] of one chunk and head."""
+    cell = tl.program_id(0)
+    head = cell % H
+    chunk = chunks + (cell // H) * 8
+    base, low, high = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
+    rows = tl.arange(0, CHUNK)
+    cols = tl.arange(0, BK)
+    live = (rows >= low) & (rows < high)
+    mask = live[:, None] & (cols < K)[None, :]
+    corner = base * (H * K) + head * K  # int64; offsets inside a tile stay int32
+    offset = rows[:, None] * (H * K) + cols[None, :]
+    rate = tl.exp(tl.load(a_log + head))
+    bias = tl.load(dt_bias + head * K + cols, mask=cols < K, other=0.0)[None, :]
+    raw = tl.load(g + corner + offset, mask=mask, other=0.0).to(tl.float32)
+    total = tl.cumsum(tl.where(mask, gate_of(raw, rate, bias, lower_bound, BOUNDED), 0.0), 0)
+    last = tl.sum(tl.where((rows == CHUNK - 1)[:, None], total, 0.0), 0)
+
+    key = tl.load(k + corner + offset, mask=mask, other=0.0).to(tl.float32)
+    query = tl.load(q + corner + offset, mask=mask, other=0.0).to(tl.float32)
+    key_norm = tl.rsqrt(tl.sum(key * key, 1) + 1e-6)
+    query_norm = tl.rsqrt(tl.sum(query * query, 1) + 1e-6) * scale
+    key = key * key_norm[:, None]
+    query = query * query_norm[:, None]
+    decay = tl.exp(total)
+    kd = key * decay
+    qd = query * decay
+    if BOUNDED:
+        ki = key * tl.exp(-total)
+        kk = tl.dot(kd, tl.trans(ki), input_precision=PRECISION)
+        qk = tl.dot(qd, tl.trans(ki), input_precision=PRECISION)
+        kr = ki * tl.exp(last)[None, :]
+    else:
+        kk, qk = pair_products(q, k, g, dt_bias, corner, head, live, rate, lower_bound, H, K, BK, BJ, CHUNK, BOUNDED)
+        kk = kk * key_norm[:, None] * key_norm[None, :]
+        qk = qk * query_norm[:, None] * key_norm[None, :]
+        kr = key * tl.exp(last[None, :] - total)
+
+    strength = tl.load(beta + (base * H + head) + rows * H, mask=live, other=0.0).to(tl.float32)
+    strength = tl.where(live, 1.0 / (1.0 + tl.exp(-strength)), 0.0)
+    below = rows[:, None] > rows[None, :]
+    power = tl.where(below, -kk * strength[:, None], 0.0)
+    inverse = tl.where(rows[:, None] == rows[None, :], 1.0, power)
+    for _ in tl.static_range(3):
+        power = tl.dot(power, power, input_precision=INV)
+        inverse = inverse + tl.dot(inverse, power, input_precision=INV)
+
+    wide = rows[:, None] * K + cols[None, :]
+    cell = cell.to(tl.int64)
+    columns = (cols < K)[None, :]
+    tl.store(ws_kd + cell * (CHUNK * K) + wide, kd.to(ws_kd.dtype.element_ty), mask=columns)
+    tl.store(ws_qd + cell * (CHUNK * K) + wide, qd.to(ws_qd.dtype.element_ty), mask=columns)
+    tl.store(ws_kr + cell * (CHUNK * K) + wide, kr.to(ws_kr.dtype.element_ty), mask=columns)
+    square = rows[:, None] * CHUNK + rows[None, :]
+    tl.store(ws_t + cell * (CHUNK * CHUNK) + square, inverse * strength[None, :])
+    tl.store(ws_m + cell * (CHUNK * CHUNK) + square, tl.where(below | (rows[:, None] == rows[None, :]), qk, 0.0))
+    tl.store(ws_decay + cell * K + cols, tl.exp(last), mask=cols < K)
+
+
+@triton.jit
+def recurrence(
+    v, out, source, destination, pool, chunks, sequences, ws_kd, ws_qd, ws_kr, ws_t, ws_m, ws_decay,
+    source_stride, destination_stride, pool_stride,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Walk one sequence's chunks for one head and V-block; rows of every tile are V channels, so S is [BV, BK].
+
+    The state is read before anything is written, so a destination may be its own source.
+    """
+    blocks: tl.constexpr = (V + BV - 1) // BV
+    program = tl.program_id(0)
+    head = program // blocks % H
+    sequence = sequences + (program // blocks // H) * 8
+    first, count = tl.load(sequence), tl.load(sequence + 1).to(tl.int32)
+    source_slot, destination_slot = tl.load(sequence + 2), tl.load(sequence + 3)
+    cols = tl.arange(0, BK)
+    rows = tl.arange(0, CHUNK)
+    channels = program % blocks * BV + tl.arange(0, BV)
+    in_state = (channels < V)[:, None] & (cols < K)[None, :]
+    offset = (head * V + channels)[:, None] * K + cols[None, :]
+    wide = rows[:, None] * K + cols[None, :]
+    across = rows[None, :] * (H * V) + channels[:, None]
+    square = rows[:, None] * CHUNK + rows[None, :]
+    state = tl.zeros([BV, BK], tl.float32)
+    if source_slot >= 0:
+        state = tl.load(source + source_slot * source_stride + offset, mask=in_state, other=0.0).to(tl.float32)
+    for step in tl.range(0, count, num_stages=STAGES):
+        chunk = chunks + (first + step) * 8
+        base, low, high, save = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2), tl.load(chunk + 3)
+        cell = (first + step) * H + head
+        if K == BK:
+            kd, qd, kr = tl.load(ws_kd + cell * (CHUNK * K) + wide), tl.load(ws_qd + cell * (CHUNK * K) + wide), tl.load(ws_kr + cell * (CHUNK * K) + wide)
+            decay = tl.load(ws_decay + cell * K + cols)
+        else:
+            kd = tl.load(ws_kd + cell * (CHUNK * K) + wide, mask=(cols < K)[None, :], other=0.0)
+            qd = tl.load(ws_qd + cell * (CHUNK * K) + wide, mask=(cols < K)[None, :], other=0.0)
+            kr = tl.load(ws_kr + cell * (CHUNK * K) + wide, mask=(cols < K)[None, :], other=0.0)
+            decay = tl.load(ws_decay + cell * K + cols, mask=cols < K, other=0.0)
+        inverse = tl.load(ws_t + cell * (CHUNK * CHUNK) + square)
+        scores = tl.load(ws_m + cell * (CHUNK * CHUNK) + square)
+        live = (rows >= low) & (rows < high)
+        tokens = base * (H * V) + head * V
+        in_chunk = (channels < V)[:, None] & live[None, :]
+        value = tl.load(v + tokens + across, mask=in_chunk, other=0.0).to(tl.float32)
+
+        operand = state.to(kd.dtype)
+        wanted = value - tl.dot(operand, tl.trans(kd), input_precision=PRECISION)
+        update = tl.dot(wanted, tl.trans(inverse), input_precision=PRECISION)
+        result = tl.dot(operand, tl.trans(qd), input_precision=PRECISION)
+        result = tl.dot(update, tl.trans(scores), acc=result, input_precision=PRECISION)
+        state = state * decay[None, :]
+        if SPLIT:
+            coarse = update.to(kr.dtype)
+            state = tl.dot(coarse, kr, acc=state)
+            state = tl.dot((update - coarse.to(tl.float32)).to(kr.dtype), kr, acc=state)
+        else:
+            state = tl.dot(update, kr, acc=state, input_precision=PRECISION)
+        tl.store(out + tokens + across, result.to(out.dtype.element_ty), mask=in_chunk)
+        if save >= 0:
+            tl.store(pool + save * pool_stride + offset, state.to(pool.dtype.element_ty), mask=in_state)
+    if destination_slot >= 0:
+        where = destination + destination_slot * destination_stride + offset
+        tl.store(where, state.to(destination.dtype.element_ty), mask=in_state)

@@ -1,0 +1,139 @@
+"""A diagnosis in words for a terminal: what was promised, who spent it, since when it was too late, what avoids it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvledger.diagnose import Diagnosis
+from kvledger.diagnose_promise import BrokenPromise, Spending
+from kvledger.replay import Outcome
+from kvledger.report.plain import COLUMNS, named, plain, wrapped
+from kvledger.report.rounds import failure_words
+
+SPENDERS_SHOWN = 6
+MESSAGE_COLUMNS = 400
+_LABEL_COLUMNS = 12
+
+
+def explanation_lines(diagnosis: Diagnosis) -> list[str]:
+    """The whole explanation, in lines of at most 100 columns."""
+    parts = [("verdict", _verdict(diagnosis))]
+    if diagnosis.verdict == "ok":
+        parts.append(("promises", "nothing broke: whatever was admitted could finish its prefill"))
+    else:
+        if diagnosis.broken_promise is None:
+            parts.append(("promises", "nothing that was admitted went short"))
+        else:
+            parts += _promise_parts(diagnosis, diagnosis.broken_promise)
+        parts += [("broken", words) for words in _broken(diagnosis.outcome)]
+        parts.append(("avoided by", _avoided(diagnosis)))
+    return [line for label, words in parts for line in wrapped(f"{label:<{_LABEL_COLUMNS}}{words}", _LABEL_COLUMNS)]
+
+
+def round_notes(diagnosis: Diagnosis) -> list[tuple[int, str]]:
+    """What to say of single rounds: where the promise was made, and where it was too late."""
+    promise, point = diagnosis.broken_promise, diagnosis.point_of_no_return
+    notes = []
+    if promise is not None:
+        notes.append((promise.round, f"promised here: {_promised(promise)}"))
+    if point is not None:
+        notes.append((point.round, f"point of no return: {_decision_words(point.kind, point.request)}"))
+    return notes
+
+
+def _verdict(diagnosis: Diagnosis) -> str:
+    outcome = diagnosis.outcome
+    reason = f" ({diagnosis.reason})" if diagnosis.reason else ""
+    if outcome.failure is not None:
+        return f"oom in round {outcome.rounds[-1].round}: {failure_words(outcome.failure)}{reason}"
+    if outcome.stuck is not None:
+        stuck = outcome.stuck
+        return (
+            f"stuck in round {stuck.round}: {named(stuck.request)} still has {stuck.wanted} tokens to compute; "
+            f"free {stuck.free}, evictable {stuck.evictable}{reason}"
+        )
+    return f"{outcome.verdict} in round {outcome.broken[0].round}{reason}" if outcome.broken else outcome.verdict
+
+
+# --- the promise
+
+
+def _promise_parts(diagnosis: Diagnosis, promise: BrokenPromise) -> Iterator[tuple[str, str]]:
+    yield "promise", f"{_promised(promise)}, made in round {promise.round}{_made_by(diagnosis.outcome, promise)}"
+    yield "spent by", _spent(diagnosis.spent_by)
+    yield "too late", _too_late(diagnosis)
+
+
+def _promised(promise: BrokenPromise) -> str:
+    return f"{named(promise.request)}'s {promise.kind} of {promise.tokens} tokens"
+
+
+def _made_by(outcome: Outcome, promise: BrokenPromise) -> str:
+    """Where the cut was, and whether the ledger had an entry for what it left over."""
+    record = next((record for record in outcome.rounds if record.round == promise.round), None)
+    decision = next((each for each in record.joined if each.request == promise.request), None) if record else None
+    if record is None or decision is None or promise.kind != "tail":
+        return ""
+    words = f" by the cut at {decision.end} of {decision.prompt_tokens}"
+    entries = [each for each in record.promises if each.request == promise.request]
+    if not entries or any(each.kind == "tail" for each in entries):
+        return words
+    return f"{words}; no entry of the ledger holds it"
+
+
+def _spent(spendings: Sequence[Spending]) -> str:
+    """Largest first; what one request took is said together."""
+    if not spendings:
+        return "nobody: it was more than there was when it was made"
+    by_name: dict[str | None, list[Spending]] = {}
+    for each in spendings:
+        by_name.setdefault(each.request, []).append(each)
+    words = [
+        f"{'someone without a name' if name is None else named(name)}: {', '.join(f'{e.how} {e.tokens}' for e in taken)}"
+        for name, taken in list(by_name.items())[:SPENDERS_SHOWN]
+    ]
+    others = [each.tokens for taken in list(by_name.values())[SPENDERS_SHOWN:] for each in taken]
+    return "; ".join([*words, *([f"others: {sum(others)}"] if others else [])])
+
+
+def _too_late(diagnosis: Diagnosis) -> str:
+    point, searched = diagnosis.point_of_no_return, diagnosis.searched
+    tried = f"{searched.continuations} continuations tried{'' if searched.complete else ', more were possible'}"
+    if point is None and not searched.continuations:
+        return "not known: this target does not show its decisions"
+    if point is None:
+        return f"at no time: with nobody else let in, what came back was enough ({tried})"
+    words = f"from {_decision_words(point.kind, point.request)} in round {point.round} on: whoever else was refused"
+    kinder = diagnosis.outcome.failure is None and diagnosis.outcome.stuck is None
+    return f"{words}, it could not be kept{' unless transfers came early, and they did' if kinder else ''} ({tried})"
+
+
+def _decision_words(kind: str, request: str) -> str:
+    noun = {"resumed": "chunk", "deferred": "deferral", "refused": "refusal"}.get(kind, "admission")
+    return f"{named(request)}'s {noun}"
+
+
+# --- the rest
+
+
+def _broken(outcome: Outcome) -> Iterator[str]:
+    """All broken invariants by name; the first with its message."""
+    if not outcome.broken:
+        return
+    first, *others = outcome.broken
+    message = first.message
+    if first.request is not None and len(first.request) > COLUMNS:
+        message = message.replace(first.request, named(first.request))
+    yield f"{first.invariant} in round {first.round}: {plain(message, MESSAGE_COLUMNS)}"
+    if others:
+        yield f"then {', '.join(f'{each.invariant} in round {each.round}' for each in others)}"
+
+
+def _avoided(diagnosis: Diagnosis) -> str:
+    if diagnosis.avoided_by is None:
+        return "no one or two switches of the rules"
+    return " and ".join(f"{name} {_value(value)}" for name, value in diagnosis.avoided_by)
+
+
+def _value(value: object) -> str:
+    return "off" if value is None else str(value).lower()

@@ -1,0 +1,124 @@
+"""What became of one request, as a strip below the pictures of the pool."""
+
+from __future__ import annotations
+
+from kvledger.report.lanes import Answer, Lane, Stretch
+from kvledger.report.markup import Html, element
+from kvledger.report.recording import Recording
+from kvledger.report.svg import Columns, frame, group
+from kvledger.trace import Round
+
+HEIGHT = 26
+_MIDDLE = HEIGHT // 2
+_NOTES = {"failed": ", OUT OF MEMORY", "not-run": ", not run: the process died", "forced": ", FORCED"}
+
+
+def axis(recording: Recording) -> Html:
+    """The numbers of the rounds: each one, or about half a dozen."""
+    columns = Columns(len(recording.rounds))
+    every = 1 if columns.labelled else -(-columns.count // 6)
+    texts = [
+        element("text", view.record.round, x=columns.x(index + 0.5), y=12)
+        for index, view in enumerate(recording.rounds)
+        if index % every == 0
+    ]
+    return frame(16, None, texts, class_="axis")
+
+
+def lane_picture(lane: Lane, recording: Recording) -> Html:
+    """One request: waiting, chunks with their load-backs, refusals, in flight until it ends."""
+    columns = Columns(len(recording.rounds))
+    shapes = [_stretch(stretch, recording, columns) for stretch in lane.stretches]
+    shapes += [_refusals(run, recording, columns) for run in _refused_runs(lane)]
+    shapes += [_chunk(answer, lane, recording, columns) for answer in lane.answers if answer.decision.joined]
+    if lane.ended is not None:
+        step, how = lane.ended
+        x = columns.x(recording.steps[step].rounds_before)
+        line = element("line", class_=f"ended {how}", x1=x, x2=x, y1=3, y2=HEIGHT - 3)
+        shapes.append(group(f"{how} {_when(recording, step)}", line))
+    return frame(HEIGHT, None, shapes)
+
+
+def lane_words(lane: Lane, recording: Recording) -> str:
+    """The strip in words, for those who cannot see it."""
+    joined = [answer for answer in lane.answers if answer.decision.joined]
+    words = [f"{lane.prompt_tokens} tokens"]
+    if joined:
+        words.append(f"admitted in round {recording.rounds[joined[0].round_index].record.round}")
+        words.append(f"{len(joined)} chunks" if len(joined) > 1 else "1 chunk")
+    refused = sum(answer.decision.kind == "refused" for answer in lane.answers)
+    if refused:
+        words.append(f"refused {refused} times" if refused > 1 else "refused once")
+    if lane.failed_step is not None:
+        words.append(f"out of memory {_when(recording, lane.failed_step)}")
+    elif lane.ended is not None:
+        words.append(f"{lane.ended[1]} {_when(recording, lane.ended[0])}")
+    elif lane.state is not None:
+        words.append(f"still {lane.state} at the end")
+    return ", ".join(words)
+
+
+def _when(recording: Recording, step: int) -> str:
+    before = recording.steps[step].rounds_before
+    if isinstance(recording.steps[step].event, Round):
+        return f"in round {recording.rounds[before].record.round}"
+    return f"after round {recording.rounds[before - 1].record.round}" if before else "before the first round"
+
+
+def _stretch(stretch: Stretch, recording: Recording, columns: Columns) -> Html:
+    begins = recording.steps[stretch.begins]
+    first = begins.rounds_before + isinstance(begins.event, Round)
+    last = len(recording.rounds) if stretch.ends is None else recording.steps[stretch.ends].rounds_before
+    until = "to the end" if stretch.ends is None else f"until {_when(recording, stretch.ends)}"
+    shape = element(
+        "rect",
+        class_=stretch.kind.replace(" ", "-"),
+        x=columns.x(first),
+        width=columns.x(last - first),
+        y=_MIDDLE - 2,
+        height=4,
+    )
+    return group(f"{stretch.kind} from {_when(recording, stretch.begins)} {until}", shape)
+
+
+def _refused_runs(lane: Lane) -> list[list[Answer]]:
+    """Refusals in neighbouring rounds for the same reason together; a deferral is one without a reason."""
+    runs: list[list[Answer]] = []
+    for answer in lane.answers:
+        if answer.decision.joined:
+            continue
+        last = runs[-1][-1] if runs else None
+        follows = last is not None and answer.round_index == last.round_index + 1
+        if last is not None and follows and answer.decision.reason == last.decision.reason:
+            runs[-1].append(answer)
+        else:
+            runs.append([answer])
+    return runs
+
+
+def _refusals(run: list[Answer], recording: Recording, columns: Columns) -> Html:
+    first, word = run[0].round_index, str(run[0].decision.reason or "deferred")
+    shapes = [element("rect", class_="refused", y=5, height=HEIGHT - 10, **columns.bar(first, len(run)))]
+    if columns.labelled:
+        shapes.append(element("text", word, class_="on-refused", x=columns.x(first + len(run) / 2), y=_MIDDLE + 4))
+    times = f" and in the {len(run) - 1} after it" if len(run) > 1 else ""
+    return group(f"{word} in round {recording.rounds[first].record.round}{times}", *shapes)
+
+
+def _chunk(answer: Answer, lane: Lane, recording: Recording, columns: Columns) -> Html:
+    decision = answer.decision
+    kind = "failed" if answer.step == lane.failed_step else "forced" if decision.forced else str(decision.kind)
+    if not answer.ran and kind != "failed":
+        kind = "not-run"
+    bar = columns.bar(answer.round_index)
+    shapes = [element("rect", class_=f"chunk {kind}", y=2, height=HEIGHT - 4, **bar)]
+    if decision.load_back:
+        shapes.append(element("rect", class_="load-back", y=2, height=7, **bar))
+    if columns.labelled:
+        y = _MIDDLE + (8 if decision.load_back else 4)
+        shapes.append(element("text", decision.tokens, class_="on-chunk", x=columns.x(answer.round_index + 0.5), y=y))
+    words = f"{decision.kind}: {decision.start}..{decision.end} ({decision.tokens})"
+    words += f", load-back {decision.load_back}" if decision.load_back else ""
+    words += f", tail {decision.tail_tokens}" if decision.tail_tokens else ""
+    number = recording.rounds[answer.round_index].record.round
+    return group(f"round {number}, {words}{_NOTES.get(kind, '')}", *shapes)

@@ -1,0 +1,148 @@
+"""Rounds as plain data for the page's script, and the names and figures that go with them.
+
+The page is drawn twice from the same data: its first round here, any other one by the script. So everything that is
+said of a round is said here, and the script only puts it into place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvledger.adder import AddReqResult
+from kvledger.node import FIRST_TOKEN
+from kvledger.record import Decision
+from kvledger.replay import Broken
+from kvledger.report.explanation import failure_words
+from kvledger.report.markup import Name, Words, message_words
+from kvledger.report.pool_picture import claims_of
+from kvledger.report.recording import Recording, RoundView
+from kvledger.report.waterfall import rows_of
+
+DECISIONS_SHOWN = 40
+
+FIGURES = (
+    *("baseline", "cur_rem_tokens", "rem_total_tokens", "rem_chunk_tokens", "budget_state", "batch_is_full", "forced"),
+    *("free", "evictable", "protected", "private", "held", "lost"),
+    *("promised_now", "promised_later", "missing", "needed", "slack"),
+)
+"""The figures of a round: their names in the page, and their order in its data. The first ten are the outcome's."""
+
+
+class Names:
+    """The names in a page's data, each once. `listed` has `[shown, all of it or null]` for each, `raw` the names."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, int] = {}
+        self.listed: list[tuple[str, str | None]] = []
+        self.raw: list[str] = []
+
+    def place(self, name: str | None) -> int:
+        """-1 for no name."""
+        if name is None:
+            return -1
+        if name not in self._places:
+            self._places[name] = len(self.listed)
+            self.raw.append(name)
+            shown = Name(name)
+            self.listed.append((shown.short, None if shown.short == name else shown.full))
+        return self._places[name]
+
+    def words(self, words: Words) -> list[str | int]:
+        """Words with each name as its place."""
+        return [self.place(word) if isinstance(word, Name) else word for word in words]
+
+
+def figures_of(view: RoundView, page_size: int) -> list[object]:
+    """In the order of FIGURES."""
+    record, pool, claims = view.record, view.pool, claims_of(view, page_size)
+    return [
+        *(record.baseline, record.cur_rem_tokens, record.rem_total_tokens, record.rem_chunk_tokens),
+        *(str(record.budget_state), record.batch_is_full, record.forced),
+        *(pool.free, pool.evictable, pool.protected, pool.private, pool.held, pool.lost),
+        *(claims.now, claims.later, claims.missing, view.needed, view.slack),
+    ]
+
+
+def round_data(view: RoundView, recording: Recording, names: Names) -> dict[str, Any]:
+    """`n` number, `f` figures, `m` messages, `d` decisions, `w` waterfall."""
+    record, page_size = view.record, recording.page_size
+    broken = [each for each in recording.outcome.broken if each.round == record.round]
+    return {
+        "n": record.round,
+        "f": figures_of(view, page_size),
+        "m": [[kind, names.words(words)] for kind, words in _messages(view, broken)],
+        "d": [
+            [names.place(d.request), str(d.kind), _what(d), _notes(d, page_size), *_ledger(d)]
+            for d in _decisions_shown(record.decisions)
+        ],
+        "w": [
+            [row.kind, names.place(row.request), row.words, row.tokens, row.level]
+            for row in (rows_of(view, page_size) if recording.shows_ledger else [])
+        ],
+    }
+
+
+def _messages(view: RoundView, broken: Sequence[Broken]) -> list[tuple[str, Words]]:
+    """What must be seen of a round, and below it what else is to be known."""
+    record = view.record
+    messages: list[tuple[str, Words]] = []
+    if record.failure is not None:
+        messages.append(("bad", ["Out of memory: ", *failure_words(record.failure), "."]))
+    if view.slack is not None and view.slack < 0:
+        words = (
+            f"Short of {-view.slack} tokens: admitted prompts still need {view.needed}, and free + evictable is "
+            f"{record.baseline}."
+        )
+        messages.append(("bad", [words]))
+    for each in broken:
+        messages.append(("bad", [f"{each.invariant} broken: ", *message_words(each.message, each.request), "."]))
+    moves = (
+        (record.evicted_pages, "evicted"),
+        (record.dropped_pages, "dropped by the host"),
+        (record.shared_pages, "found to be cached already"),
+    )
+    said = [f"{pages} pages {what}" for pages, what in moves if pages]
+    hidden = len(record.decisions) - len(_decisions_shown(record.decisions))
+    if hidden:
+        said.append(f"{hidden} more requests admitted whole (kvledger replay --all-rounds lists them)")
+    if said:
+        messages.append(("note", [f"In this round {', '.join(said)}."]))
+    return messages
+
+
+def _decisions_shown(decisions: Sequence[Decision]) -> list[Decision]:
+    """A long batch keeps its ends, and all that is not simply admitted whole."""
+    if len(decisions) <= DECISIONS_SHOWN:
+        return list(decisions)
+    edge = DECISIONS_SHOWN // 2
+    ends = {*range(edge), *range(len(decisions) - edge, len(decisions))}
+    return [decision for index, decision in enumerate(decisions) if index in ends or decision.kind != "whole"]
+
+
+def _what(decision: Decision) -> str:
+    if decision.kind == "refused":
+        return str(decision.reason)
+    if decision.kind == "deferred":
+        return f"at {decision.start}"
+    return f"{decision.start}..{decision.end} ({decision.tokens})"
+
+
+def _notes(decision: Decision, page_size: int) -> str:
+    lock = decision.newly_locked_tokens
+    if decision.kind == "refused":
+        if decision.reason is not AddReqResult.NO_TOKEN:
+            return ""
+        need = decision.prompt_tokens - decision.prefix_tokens + FIRST_TOKEN + page_size
+        return f"needs {need}" + (f", would lock {lock}" if lock else "")
+    notes = (
+        ("FORCED", decision.forced),
+        (f"tail {decision.tail_tokens}", decision.tail_tokens),
+        (f"load-back {decision.load_back}", decision.load_back),
+        (f"locks {lock}", lock),
+    )
+    return ", ".join(note for note, applies in notes if applies)
+
+
+def _ledger(decision: Decision) -> list[int | None]:
+    return [decision.baseline, decision.cur_rem_tokens, decision.rem_total_tokens, decision.rem_chunk_tokens]

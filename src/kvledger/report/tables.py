@@ -1,0 +1,148 @@
+"""What stands below the pictures of a section: broken invariants, the experiment, all rounds' figures, the trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+
+from kvledger.invariants import INVARIANTS
+from kvledger.report.markup import Content, Html, Name, element, join, message_words, sentence
+from kvledger.report.plain import plain
+from kvledger.report.recording import Recording
+from kvledger.report.round_data import FIGURES, figures_of
+from kvledger.report.round_panel import figure
+from kvledger.rules import AccountingRules
+from kvledger.trace import Cached, Drain, Event, Hold, Round, Submit, dumps
+
+NAMES_SHOWN = 5
+REJECTIONS_SHOWN = 10
+REASON_COLUMNS = 400
+_IN_TABLE = tuple(name for name in FIGURES if name not in ("missing", "needed"))
+
+
+# --- what broke
+
+
+def broken_list(recording: Recording, places: dict[int, int]) -> Html:
+    """Every invariant that broke, in time order, with its reason; a button shows its round."""
+    broken = recording.outcome.broken
+    if not broken:
+        return Html("")
+    reasons = {invariant.name: invariant.reason for invariant in INVARIANTS}
+    items = []
+    for each in broken:
+        where: Content = f"round {each.round}"
+        if each.round in places:
+            where = element("button", where, type="button", data_round=places[each.round])
+        name = element("b", each.invariant, title=reasons.get(each.invariant))
+        items.append(element("li", where, " ", name, " ", sentence(message_words(each.message, each.request))))
+    return join([element("h3", "Broken invariants, in time order"), element("ol", *items, class_="broken")])
+
+
+# --- the experiment
+
+
+def facts(recording: Recording) -> Html:
+    """Rules, sizes, what is there at the start, what was never admitted, and what could not be asked."""
+    replayed, node = recording.replayed, recording.trace.node
+    sizes = (
+        f"page {node.page_size}, grid {node.checkpoint_align}, chunk {_size(node.chunked_prefill_size, 'off')}, "
+        f"max prefill {_size(node.max_prefill_tokens, 'unlimited')}, pool {node.pool_tokens}, "
+        f"host {_size(node.host_tokens, 'unlimited')}"
+    )
+    listed: list[tuple[str, Content]] = [
+        ("rules", f"{replayed.preset or 'own switches'} ({_switches(replayed.rules)})"),
+        ("node", sizes),
+        *_start(recording.trace.events),
+        *_rejections(recording.outcome.rejected_at_submit),
+    ]
+    if replayed.skipped:
+        listed.append(("not asked", f"{', '.join(replayed.skipped)}: this target cannot show it"))
+    rows = [element("div", element("dt", what), element("dd", content)) for what, content in listed]
+    return join([element("h3", "The experiment"), element("dl", *rows, class_="facts")])
+
+
+def _size(size: int | None, word: str) -> str:
+    return word if size is None else str(size)
+
+
+def _switches(rules: AccountingRules) -> str:
+    """The two switches that presets differ in, and whatever else is not as usual."""
+    usual = AccountingRules()
+    values = {field.name: getattr(rules, field.name) for field in fields(rules)}
+    return ", ".join(
+        f"{name} {str(value).lower()}"
+        for name, value in values.items()
+        if name in ("checkpoint_align", "reserve_tail") or value != getattr(usual, name)
+    )
+
+
+def _start(events: Sequence[Event]) -> list[tuple[str, Content]]:
+    """What is there before the first round, by the name of its prompt's last segment, its holder or its request."""
+    found: dict[str, list[tuple[str, int]]] = {}
+    for event in events:
+        match event:
+            case Round() | Drain():
+                break
+            case Cached(tier, prompt, locked):
+                what = f"cached on the {tier}{', locked' if locked else ''}"
+                found.setdefault(what, []).append((prompt.segments[-1][0], prompt.tokens))
+            case Hold(name, tokens):
+                found.setdefault("held", []).append((name, tokens))
+            case Submit(request, prompt):
+                found.setdefault("submitted", []).append((request, prompt.tokens))
+    return [(f"at the start, {what}", _named_sizes(sizes)) for what, sizes in found.items()]
+
+
+def _named_sizes(sizes: Sequence[tuple[str, int]]) -> Html:
+    if len(sizes) > NAMES_SHOWN:
+        return join([f"{len(sizes)} of them, {sum(tokens for _, tokens in sizes)} tokens in all"])
+    return join((join([Name(name), f" {tokens}"]) for name, tokens in sizes), ", ")
+
+
+def _rejections(rejected: Sequence[tuple[str, str]]) -> Iterable[tuple[str, Content]]:
+    for request, reason in rejected[:REJECTIONS_SHOWN]:
+        yield "rejected at submit", join([Name(request), ": ", plain(reason, REASON_COLUMNS)])
+    if len(rejected) > REJECTIONS_SHOWN:
+        yield "rejected at submit", f"{len(rejected) - REJECTIONS_SHOWN} more"
+
+
+# --- all rounds
+
+
+def all_rounds(recording: Recording) -> Html:
+    """The figures of every round in one table, folded."""
+    if not recording.rounds:
+        return Html("")
+    columns = ("round", *_IN_TABLE, "admitted", "refused")
+    head = [element("th", column.replace("_", " "), scope="col") for column in columns]
+    rows = []
+    for view in recording.rounds:
+        figures = dict(zip(FIGURES, figures_of(view, recording.page_size), strict=True))
+        cells = [element("td", figure(figures[name])) for name in _IN_TABLE]
+        cells += [element("td", len(view.record.joined)), element("td", len(view.record.refused))]
+        rows.append(element("tr", element("th", view.record.round, scope="row"), *cells))
+    table = element("table", element("thead", element("tr", *head)), element("tbody", *rows), class_="all-rounds")
+    return element(
+        "details",
+        element("summary", f"Figures of all {len(rows)} rounds"),
+        element("div", table, class_="scroll", tabindex=0, role="region", aria_label="figures of all rounds"),
+    )
+
+
+# --- the trace
+
+
+def trace_text(recording: Recording, number: int) -> Html:
+    """The trace itself, to copy: ASCII as it would be saved, so nothing in it is invisible."""
+    own = recording.trace.accounting_rules == recording.replayed.rules
+    note = "" if own else " Its own rules are not those of this replay, which were given on the command line."
+    button = element("button", "Copy the trace", type="button", data_copy=f"trace-{number}-text")
+    said = element("span", data_part="copied", role="status")
+    return element(
+        "details",
+        element("summary", "The trace"),
+        element("p", "Save it to a file and run kvledger replay on it, or edit it and look again.", note),
+        element("p", button, " ", said, class_="needs-script"),
+        element("pre", dumps(recording.trace), id=f"trace-{number}-text", tabindex=0, class_="scroll"),
+    )
