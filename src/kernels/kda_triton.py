@@ -1,46 +1,27 @@
-"""KDA in Triton: a parallel pass over chunks, then the serial recurrence. CUDA (sm_90) and Triton's interpreter.
+"""KDA in Triton: a parallel pass over sub-chunks, then the serial recurrence. For sm_90 and, in float32, the interpreter.
 
-`chunk_terms` runs one program per (chunk, head) and writes what does not depend on the state into a workspace;
-`recurrence` runs one program per (sequence, head, block of V) and walks the sequence's chunks, state in registers.
-Mathematics and names: ../../shared/facts/kernels.md of this project, after FlashKDA's deep dive.
+`terms_kernel` runs one program per (sub-chunk, head) and writes what does not depend on the state into a workspace;
+`recurrence_kernel` runs one per (sequence, head, block of V) and walks the sequence's sub-chunks, state in registers.
+Mathematics and names: kda_torch, after FlashKDA's deep dive.
 
-Chosen from ahead-of-time builds for sm_90 and from a float64 study of rounding, no GPU run yet:
-- V-block of 64 and 4 warps: every product with the state is a wgmma whose A operand (state, W, U) stays in registers;
-  K = V = 128 takes 178 registers, 62,008 B shared, no spill.
-- the inverse T stays in fp32 FMAs ("ieee"). In tf32 or bf16 it is lost with slow gates and correlated keys: RMS 0.09.
-- with bf16 inputs W, U, T, M are tf32; U enters the state as two bf16 halves. In plain bf16 the RMS is 0.008 there.
+Chosen from builds for sm_90 and from a float64 study of rounding; no run on a GPU stands behind it yet:
+
+- V-blocks of 64 on 4 warps: every product with the state is a wgmma whose A operand (S, W or U) stays in registers.
+- T in fp32 multiply-adds ("ieee"). In tf32 it is lost with slow gates and correlated keys: RMS 0.09 of the output.
+- With bf16 inputs, T, M, W and U are tf32 and U enters the state as two bf16 halves: RMS 0.003. All in bf16: 0.008.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from kvledger.kernels.kda_call import KdaCall
-from kvledger.kernels.state_plan import CHUNK
-
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-
-
-class Launch(NamedTuple):
-    """How one call is cut into programs; `terms_*` for the chunk pass, the others for the recurrence."""
-
-    block_v: int
-    warps: int
-    stages: int
-    terms_warps: int
-
-
-def choose_launch(low_precision: bool, v_size: int) -> Launch:
-    """The variant that a call takes; the ahead-of-time test builds these and no others."""
-    if INTERPRETED:
-        return Launch(max(16, triton.next_power_of_2(v_size)), 4, 1, 4)
-    if low_precision:
-        return Launch(min(64, max(16, triton.next_power_of_2(v_size))), 4, 3, 4)
-    return Launch(16, 8, 2, 4)
+from kvledger.kernels.kda import KdaCall
+from kvledger.kernels.launch import Launch, interprets
+from kvledger.kernels.state_plan import CHUNK, StateSlots, plan_chunks
 
 
 @triton.jit
@@ -79,11 +60,11 @@ def pair_products(
     return kk, qk
 
 
-@triton.jit
-def chunk_terms(
+@triton.jit(do_not_specialize=["lower_bound"])
+def terms_kernel(
     q, k, g, beta, a_log, dt_bias, chunks, ws_kd, ws_qd, ws_kr, ws_t, ws_m, ws_decay, scale, lower_bound,
     H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, CHUNK: tl.constexpr,
-    BOUNDED: tl.constexpr, PRECISION: tl.constexpr, INV: tl.constexpr
+    BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write kd, qd, kr [16, K], T diag(beta), M [16, 16] and e^G_last [K] of one chunk and head."""
     cell = tl.program_id(0)
@@ -128,8 +109,8 @@ def chunk_terms(
     power = tl.where(below, -kk * strength[:, None], 0.0)
     inverse = tl.where(rows[:, None] == rows[None, :], 1.0, power)
     for _ in tl.static_range(3):
-        power = tl.dot(power, power, input_precision=INV)
-        inverse = inverse + tl.dot(inverse, power, input_precision=INV)
+        power = tl.dot(power, power, input_precision="ieee")
+        inverse = inverse + tl.dot(inverse, power, input_precision="ieee")
 
     wide = rows[:, None] * K + cols[None, :]
     cell = cell.to(tl.int64)
@@ -144,7 +125,7 @@ def chunk_terms(
 
 
 @triton.jit
-def recurrence(
+def recurrence_kernel(
     v, out, source, destination, pool, chunks, sequences, ws_kd, ws_qd, ws_kr, ws_t, ws_m, ws_decay,
     source_stride, destination_stride, pool_stride,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CHUNK: tl.constexpr,
@@ -208,3 +189,88 @@ def recurrence(
     if destination_slot >= 0:
         where = destination + destination_slot * destination_stride + offset
         tl.store(where, state.to(destination.dtype.element_ty), mask=in_state)
+
+
+def low_precision(call: KdaCall) -> bool:
+    """Whether products with the state may be rounded to bf16: whenever the inputs are."""
+    return call.q.dtype == torch.bfloat16
+
+
+def terms_launch(call: KdaCall, workspace: dict[str, torch.Tensor]) -> Launch:
+    """Build the launch that fills `workspace`, one program per sub-chunk and head."""
+    heads, k_size = call.q.shape[2:]
+    block_k = max(16, triton.next_power_of_2(k_size))
+    inputs = {name: getattr(call, name) for name in ("q", "k", "g", "beta", "a_log", "dt_bias")}
+    chunks, _, _ = call.plan.tables(call.q.device)
+    args: dict[str, Any] = {**inputs, "chunks": chunks, **workspace, "scale": call.scale, "H": heads, "K": k_size}
+    args |= {
+        "lower_bound": call.lower_bound or 0.0,
+        "BK": block_k,
+        "BJ": 16,
+        "CHUNK": CHUNK,
+        "BOUNDED": call.lower_bound is not None,
+        "PRECISION": "tf32" if low_precision(call) else "ieee",
+    }
+    return Launch(terms_kernel, (len(call.plan.chunks) * heads,), args, num_warps=4)
+
+
+def recurrence_launch(call: KdaCall, workspace: dict[str, torch.Tensor]) -> Launch:
+    """Build the launch that carries the states through `workspace`, one program per sequence, head and V-block."""
+    heads, k_size, v_size = call.q.shape[2], call.q.shape[3], call.v.shape[3]
+    low = low_precision(call)
+    padded_v = max(16, triton.next_power_of_2(v_size))
+    block_v, warps, stages = (min(64, padded_v), 4, 3) if low else (16, 8, 2)
+    if interprets():
+        block_v, stages = padded_v, 1  # a program costs the same whatever its size
+    chunks, spans, _ = call.plan.tables(call.q.device)
+    args: dict[str, Any] = {"v": call.v, "out": call.out, "chunks": chunks, "sequences": spans, **workspace}
+    for name in ("source", "destination", "pool"):
+        states = getattr(call, name)
+        # without a tensor no span names a slot of it, and the pointer is only there to have a type
+        args[name] = workspace["ws_decay"] if states is None else states
+        args[f"{name}_stride"] = 0 if states is None else states.stride(0)
+    args |= {"H": heads, "K": k_size, "V": v_size, "BK": max(16, triton.next_power_of_2(k_size)), "BV": block_v}
+    args |= {"CHUNK": CHUNK, "SPLIT": low, "PRECISION": "tf32" if low else "ieee", "STAGES": stages}
+    grid = (len(call.plan.spans) * heads * triton.cdiv(v_size, block_v),)
+    return Launch(recurrence_kernel, grid, args, num_warps=warps, num_stages=stages)
+
+
+def make_workspace(call: KdaCall) -> dict[str, torch.Tensor]:
+    """Room for the terms of every sub-chunk; with bf16, K = V = 128: 14.8 KB per sub-chunk and head."""
+    heads, k_size = call.q.shape[2:]
+    cells = len(call.plan.chunks) * heads
+    shapes = {"ws_kd": (CHUNK, k_size), "ws_qd": (CHUNK, k_size), "ws_kr": (CHUNK, k_size)}
+    narrow = {
+        name: torch.empty(cells, *shape, dtype=call.q.dtype, device=call.q.device) for name, shape in shapes.items()
+    }
+    exact = {"ws_t": (CHUNK, CHUNK), "ws_m": (CHUNK, CHUNK), "ws_decay": (k_size,)}
+    wide = {
+        name: torch.empty(cells, *shape, dtype=torch.float32, device=call.q.device) for name, shape in exact.items()
+    }
+    return narrow | wide
+
+
+def run(call: KdaCall) -> None:
+    """Execute a checked call: writes `out`, the destination states and the checkpoints."""
+    workspace = make_workspace(call)
+    terms_launch(call, workspace).run()
+    recurrence_launch(call, workspace).run()
+
+
+def aot_variants() -> list[tuple[str, Launch]]:
+    """Return what the executor launches on Hopper: 128 x 128 heads, both gates, both precisions, fp32 state pools."""
+    variants = []
+    plan = plan_chunks((64,), StateSlots((0,), (0,), (0,)))
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+        for lower_bound, gate in ((-5.0, "bounded"), (None, "unbounded")):
+            wide = torch.empty(1, 64, 32, 128, dtype=dtype, device="meta")
+            pool = torch.empty(8, 32, 128, 128, dtype=torch.float32, device="meta")
+            beta = torch.empty(1, 64, 32, dtype=dtype, device="meta")
+            a_log, dt_bias = (torch.empty(*shape, device="meta") for shape in ((32,), (32, 128)))
+            call = KdaCall(
+                wide, wide, wide, wide, beta, 0.1, wide, a_log, dt_bias, lower_bound, pool, pool, pool, plan
+            )  # fmt: skip
+            workspace = make_workspace(call)
+            variants.append((f"kda_terms-{name}-{gate}", terms_launch(call, workspace)))
+        variants.append((f"kda_recurrence-{name}", recurrence_launch(call, workspace)))
+    return variants

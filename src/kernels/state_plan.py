@@ -11,6 +11,8 @@ from functools import lru_cache
 
 import torch
 
+from kvledger.kernels.tables import TableError, upload
+
 CHUNK = 16
 """Tokens of a sub-chunk. Sub-chunks lie at multiples of 16 from the request's first token, not from the call's."""
 
@@ -50,21 +52,21 @@ class StateSlots:
         return cls((NO_SLOT,) * sequences, (NO_SLOT,) * sequences, (0,) * sequences)
 
     def check(self, lengths: Sequence[int], pool_slots: int) -> None:
-        """ValueError unless every slot is in the pool and no program of a launch reads what another one writes."""
+        """TableError unless every slot is in the pool and no program of a launch reads what another one writes."""
         count = len(lengths)
         for name in ("sources", "destinations", "starts"):
             if len(getattr(self, name)) != count:
-                raise ValueError(f"{len(getattr(self, name))} {name} for {count} sequences")
+                raise TableError(f"{len(getattr(self, name))} {name} for {count} sequences")
         if self.grid <= 0 or self.grid % CHUNK:
-            raise ValueError(f"checkpoint grid {self.grid} is not a positive multiple of {CHUNK}")
+            raise TableError(f"checkpoint grid {self.grid} is not a positive multiple of {CHUNK}")
         if min(self.starts, default=0) < 0:
-            raise ValueError(f"negative start {min(self.starts)}")
+            raise TableError(f"negative start {min(self.starts)}")
         if self.checkpoints and len(self.checkpoints) != count:
-            raise ValueError(f"{len(self.checkpoints)} checkpoint lists for {count} sequences")
+            raise TableError(f"{len(self.checkpoints)} checkpoint lists for {count} sequences")
         for index, (row, start, tokens) in enumerate(zip(self.checkpoints, self.starts, lengths, strict=False)):
             wanted = len(grid_points(start, tokens, self.grid))
             if len(row) != wanted:
-                raise ValueError(
+                raise TableError(
                     f"sequence {index}: {len(row)} checkpoint slots for {wanted} multiples of {self.grid} "
                     f"in ({start}, {start + tokens}]"
                 )
@@ -77,18 +79,18 @@ class StateSlots:
             for slot in (*row, destination):
                 _check_range(slot, pool_slots)
                 if slot in writers:
-                    raise ValueError(f"slot {slot} is written twice: by sequences {writers[slot]} and {index}")
+                    raise TableError(f"slot {slot} is written twice: by sequences {writers[slot]} and {index}")
                 if slot != NO_SLOT:
                     writers[slot] = index
         for index, slot in enumerate(self.sources):
             _check_range(slot, pool_slots)
             if writers.get(slot, index) != index:
-                raise ValueError(f"slot {slot} is the source of sequence {index} and written by {writers[slot]}")
+                raise TableError(f"slot {slot} is the source of sequence {index} and written by {writers[slot]}")
 
 
 def _check_range(slot: int, pool_slots: int) -> None:
     if not NO_SLOT <= slot < pool_slots:
-        raise ValueError(f"state slot {slot} outside [{NO_SLOT}, {pool_slots})")
+        raise TableError(f"state slot {slot} outside [{NO_SLOT}, {pool_slots})")
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ class ChunkPlan:
 
 def _table(rows: Iterable[tuple[int, ...]], device: torch.device) -> torch.Tensor:
     padded = [(*row, *(0,) * (TABLE_COLUMNS - len(row))) for row in rows]
-    return torch.tensor(padded, dtype=torch.int64).reshape(-1, TABLE_COLUMNS).to(device, non_blocking=True)
+    return upload(torch.tensor(padded, dtype=torch.int64).reshape(-1, TABLE_COLUMNS), device)
 
 
 @lru_cache(maxsize=32)
@@ -184,15 +186,15 @@ def sequence_lengths(
     else:
         if isinstance(cu_seqlens, torch.Tensor):
             if cu_seqlens.dtype != torch.int64 or cu_seqlens.dim() != 1:
-                raise ValueError(f"cu_seqlens must be int64 [N + 1], not {cu_seqlens.dtype} {[*cu_seqlens.shape]}")
+                raise TableError(f"cu_seqlens must be int64 [N + 1], not {cu_seqlens.dtype} {[*cu_seqlens.shape]}")
             cu_seqlens = cu_seqlens.tolist()
         if batch != 1:
-            raise ValueError(f"cu_seqlens needs a batch of 1, not {batch}")
+            raise TableError(f"cu_seqlens needs a batch of 1, not {batch}")
         if not cu_seqlens or cu_seqlens[0] != 0 or cu_seqlens[-1] != tokens:
-            raise ValueError(f"cu_seqlens must run from 0 to {tokens}, not {[*cu_seqlens[:1], *cu_seqlens[-1:]]}")
+            raise TableError(f"cu_seqlens must run from 0 to {tokens}, not {[*cu_seqlens[:1], *cu_seqlens[-1:]]}")
         lengths = tuple(int(end) - int(begin) for begin, end in zip(cu_seqlens, cu_seqlens[1:], strict=False))
         if min(lengths, default=0) < 0:
-            raise ValueError("cu_seqlens decreases")
+            raise TableError("cu_seqlens decreases")
     if state_rows is not None and state_rows != len(lengths):
-        raise ValueError(f"{state_rows} states for {len(lengths)} sequences")
+        raise TableError(f"{state_rows} states for {len(lengths)} sequences")
     return lengths

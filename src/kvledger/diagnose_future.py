@@ -122,6 +122,15 @@ class FutureSearch:
 
     def _play(self, moment: Moment, script: Sequence[int], *, everyone: bool) -> _Played:
         """Replay up to the moment's round, go on by `script`, then let in nobody, or everyone until somebody joins."""
+        try:
+            return self._played(moment, script, everyone)
+        except _CannotPassOver:
+            raise
+        except Exception:
+            # a faulty target may crash where the history did not lead it: no promise is kept that way
+            return _Played()
+
+    def _played(self, moment: Moment, script: Sequence[int], everyone: bool) -> _Played:
         run = self._begin(moment)
         prompts = dict(run.prompts)
         decided = _decided_by(self._history, moment)

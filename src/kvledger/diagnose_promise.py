@@ -168,8 +168,12 @@ def _spent(history: History, start: int, end: int, owner: str) -> list[Spending]
                 _add(taken, (Spending(name, "hold", dropped_tokens),))
             case Transferred(request=request) | Abort(request=request) if request not in dict(moment.needs):
                 taken = {key: tokens for key, tokens in taken.items() if key[0] != request or key[1] == "hold"}
-        if moment.decision is not None and moment.decision.request != owner:
-            _add(taken, _takes(history, moment.round, moment.decision))
+        decision = moment.decision
+        if decision is not None and decision.request != owner:
+            _add(taken, _takes(history, moment.round, decision))
+            if decision.kind == "refused":
+                # only a faulty refusal leaves anything behind
+                _add(taken, (Spending(decision.request, "lock", dropped_tokens),))
     if start < end:
         leaked_pages = history.moments[end - 1].leaked_pages - history.moments[max(start - 1, 0)].leaked_pages
         _add(taken, (Spending(None, "leak", leaked_pages * history.page_size),))

@@ -8,6 +8,7 @@ is counted in evaluations and repeats exactly; the clock only ends what takes to
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,7 @@ from types import MappingProxyType
 
 from kvledger.invariants import INVARIANTS, Invariant, needed_pages_of
 from kvledger.monitor import InvariantMonitor
-from kvledger.node import PrefillNode
+from kvledger.node import NodeSettings, PrefillNode
 from kvledger.record import RoundRecord
 from kvledger.replay import EventError, Replay, TargetFactory
 from kvledger.rules import AccountingRules
@@ -48,7 +49,8 @@ WORLD_EVALUATIONS = 4000
 """So many small worlds at most, whatever else was spent: how far they are tried must not depend on the seed."""
 ROUNDS = 6
 """A trace counts only if it breaks within so many rounds, or as many as the trace to be shrunk took."""
-HITS_PER_SHAPE = 3
+STARTS = 3
+"""The best traces of so many nodes of a small world are descended from."""
 
 
 class NothingToShrink(ValueError):
@@ -81,8 +83,8 @@ def shrink(
 ) -> Shrunk:
     """The canonical trace of a failure: that of the first invariant the trace breaks, or of `invariant` alone.
 
-    `rules`, if given, replace the trace's own and are kept; a trace's own may become a preset. NothingToShrink if
-    nothing breaks, TraceError for an event that cannot happen.
+    `rules`, if given, replace the trace's own, and their switches stay; a trace's own may become a preset.
+    NothingToShrink if nothing breaks, TraceError for an event that cannot happen.
     """
     started = time.perf_counter()
     search = _Search(target, max_evaluations, started + budget_seconds)
@@ -109,6 +111,10 @@ class _Stop(BaseException):
     """Ends a replay whose answer is known. Not an Exception, so that no target takes it for its own."""
 
 
+class _OutOfBudget(BaseException):
+    """Too many evaluations, or too much time. Not an Exception, for the same reason."""
+
+
 class _Probe(InvariantMonitor):
     """Asks until the first invariant breaks, or until more rounds have passed than are of interest.
 
@@ -116,10 +122,18 @@ class _Probe(InvariantMonitor):
     that had been promised; if only what is `fair` counts, that ends the replay.
     """
 
-    def __init__(self, invariants: Iterable[Invariant], *, rounds: int | None = None, fair: bool = False) -> None:
+    def __init__(
+        self,
+        invariants: Iterable[Invariant],
+        *,
+        rounds: int | None = None,
+        fair: bool = False,
+        deadline: float = math.inf,
+    ) -> None:
         super().__init__(invariants)
         self._rounds_limit = rounds
         self._fair = fair
+        self._deadline = deadline
         self._stale = False
         self.unfair = False
 
@@ -134,6 +148,8 @@ class _Probe(InvariantMonitor):
         super().after_round(record)
         if self._rounds_limit is not None and record.round > self._rounds_limit:
             raise _Stop
+        if time.perf_counter() > self._deadline:
+            raise _OutOfBudget
 
     def after_event(self, event: Event) -> None:
         if isinstance(event, (Hold, Cached)):
@@ -163,15 +179,12 @@ class _Probe(InvariantMonitor):
 # --- the search
 
 
-class _OutOfBudget(Exception):
-    """Too many evaluations, or too much time."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Found:
     """A trace that breaks the invariant first, and its place in the order."""
 
     trace: Trace
+    rounds: int
     measure: Measure
 
 
@@ -179,7 +192,7 @@ def _size(found: _Found) -> Measure:
     return found.measure
 
 
-_SIMPLIFYING: Mapping[str, Pass] = {
+_SIMPLIFYING: dict[str, Pass] = {
     "rules": one_at_a_time(simpler_rules),
     "drop events": one_at_a_time(fewer_events),
     "fewer limits": one_at_a_time(fewer_limits),
@@ -187,7 +200,7 @@ _SIMPLIFYING: Mapping[str, Pass] = {
     "simpler prompts": one_at_a_time(simpler_prompts),
     "reorder": one_at_a_time(reordered),
 }
-_SIZING: Mapping[str, Pass] = {
+_SIZING: dict[str, Pass] = {
     "scale": one_at_a_time(scaled),
     "lower": lowered,
     "neighbours": one_at_a_time(neighbours),
@@ -208,7 +221,7 @@ class _Search:
         self._fair = True
         self._rounds = ROUNDS
         self._best: _Found | None = None
-        self._known: dict[Trace, _Found | None] = {}
+        self._known: dict[tuple[Trace, int], _Found | None] = {}
 
     def start(self, trace: Trace, invariant: str | None) -> _Found:
         """What the trace breaks first, or `invariant` alone, and the trace up to there."""
@@ -222,7 +235,7 @@ class _Search:
         self._only = tuple(asked for asked in INVARIANTS if asked.name == self.invariant)
         self._fair = not probe.unfair
         self._rounds = max(ROUNDS, probe.broken[0].round)
-        return self._keep(trace, end)
+        return self._keep(trace, end, probe.broken[0].round)
 
     def run(self, found: _Found, *, keep_rules: bool) -> None:
         """Descend, try small worlds, descend from the better of both, until nothing changes."""
@@ -237,12 +250,14 @@ class _Search:
             found = min((self._descend(end, simplifying | _SIZING) for end in ends), key=_size)
 
     def result(self) -> Trace:
-        """The smallest trace in its normal form; the title says what it breaks."""
+        """The smallest trace in its normal form, unless names matter to the target; the title says what it breaks."""
         assert self._best is not None, "start() keeps what it is given"
-        trace = normal_form(self._best.trace)
-        probe, _ = self._replay(trace, _Probe(self._asked))
-        assert probe.broken, f"{self.invariant} depends on the names of requests or segments"
-        return replace(trace, title=f"{self.invariant}: {probe.broken[0].message}")
+        for trace in (normal_form(self._best.trace), self._best.trace):
+            with suppress(Exception):
+                probe, _ = self._replay(trace, _Probe(self._asked))
+                if probe.broken and probe.broken[0].invariant == self.invariant:
+                    return replace(trace, title=f"{self.invariant}: {probe.broken[0].message}")
+        return replace(self._best.trace, title=f"{self.invariant}, but not each time")
 
     def _small_world(self, found: _Found) -> _Found | None:
         """The smallest of what the first failing outline gives, none of them beyond that of `found`."""
@@ -251,15 +266,15 @@ class _Search:
         for shape, traces in small_worlds(found.trace.rules):
             if shape > bound or left <= 0:
                 break
-            hits: list[_Found] = []
+            hits: dict[NodeSettings, _Found] = {}
             for trace in traces:
                 left -= 1
-                hit = self._breaks(trace, "small worlds")
-                hits += [hit] if hit is not None else []
-                if len(hits) == HITS_PER_SHAPE:
-                    break
+                hit = self._breaks(trace, "small worlds", ROUNDS)
+                if hit is not None:
+                    hits[trace.node] = min(hit, hits.get(trace.node, hit), key=_size)
             if hits:
-                return min((self._descend(hit, _SIZING) for hit in hits), key=_size)
+                starts = sorted(hits.values(), key=_size)[:STARTS]
+                return min((self._descend(start, _SIZING) for start in starts), key=_size)
         return None
 
     def _descend(self, found: _Found, passes: Mapping[str, Pass]) -> _Found:
@@ -283,28 +298,32 @@ class _Search:
         return found
 
     def _smaller(self, found: _Found, candidate: Trace, name: str) -> _Found | None:
-        if not measure(candidate) < found.measure:
+        if not measure(candidate, found.rounds) < found.measure:
             return None
-        return self._breaks(candidate, name)
+        same_shape = outline(candidate) == outline(found.trace)
+        return self._breaks(candidate, name, found.rounds if same_shape else self._rounds)
 
-    def _breaks(self, trace: Trace, name: str) -> _Found | None:
-        if trace not in self._known:
+    def _breaks(self, trace: Trace, name: str, rounds: int) -> _Found | None:
+        key = trace, rounds
+        if key not in self._known:
             if sum(self.tried.values()) >= self.max_evaluations or time.perf_counter() > self.deadline:
                 raise _OutOfBudget
             self.tried[name] += 1
-            self._known[trace] = self._evaluate(trace)
-        return self._known[trace]
+            self._known[key] = self._evaluate(trace, rounds)
+        return self._known[key]
 
-    def _evaluate(self, trace: Trace) -> _Found | None:
+    def _evaluate(self, trace: Trace, rounds: int) -> _Found | None:
         """Asked of the one invariant, then of all whether it is the first. Most candidates fail the cheap question."""
         for invariants in (self._only, self._asked):
             try:
-                probe, end = self._replay(trace, _Probe(invariants, rounds=self._rounds, fair=self._fair))
+                probe, end = self._replay(
+                    trace, _Probe(invariants, rounds=rounds, fair=self._fair, deadline=self.deadline)
+                )
             except Exception:  # an event that cannot happen, or a target that falls over: another failure than this one
                 return None
             if not probe.broken or probe.broken[0].invariant != self.invariant:
                 return None
-        return self._keep(trace, end)
+        return self._keep(trace, end, probe.broken[0].round)
 
     def _replay(self, trace: Trace, probe: _Probe) -> tuple[_Probe, int]:
         """The probe, and how many events it took."""
@@ -318,9 +337,9 @@ class _Search:
                     raise TraceError(f"trace: events[{end - 1}].{error.field}: {error}") from error
         return probe, end
 
-    def _keep(self, trace: Trace, end: int) -> _Found:
+    def _keep(self, trace: Trace, end: int, rounds: int) -> _Found:
         trace = Trace(trace.node, trace.rules, trace.events[:end])
-        found = _Found(trace, measure(trace))
+        found = _Found(trace, rounds, measure(trace, rounds))
         if self._best is None or found.measure < self._best.measure:
             self._best = found
         return found

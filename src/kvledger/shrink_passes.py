@@ -17,7 +17,14 @@ from kvledger.request import Prompt
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.trace import Abort, Cached, Drain, Event, Hold, Release, Round, Submit, Trace, Transferred
 
-NODE_SIZES = ("page_size", "checkpoint_align", "chunked_prefill_size", "max_prefill_tokens", "pool_tokens", "host_tokens")
+NODE_SIZES = (
+    "page_size",
+    "checkpoint_align",
+    "chunked_prefill_size",
+    "max_prefill_tokens",
+    "pool_tokens",
+    "host_tokens",
+)
 RULE_SIZES = ("checkpoint_align", "truncation_align")
 FEW = 12
 """Of up to so many events or sizes, pairs and triples are tried too."""
@@ -40,10 +47,10 @@ Pass = Callable[[Trace], Generator[Trace, bool, None]]
 # --- the order
 
 
-def measure(trace: Trace) -> Measure:
-    """Smaller is simpler: rules, events, page, shape, limits, then the sizes: their sum, then each."""
+def measure(trace: Trace, rounds: int) -> Measure:
+    """Smaller is simpler: rules, events, page, shape, rounds till it breaks, limits, then the sizes: sum, then each."""
     sizes = sizes_of(trace)
-    return _rules_distance(trace.rules), *outline(trace), _limits(trace.node), sum(sizes), sizes
+    return _rules_distance(trace.rules), *outline(trace), rounds, _limits(trace.node), sum(sizes), sizes
 
 
 def outline(trace: Trace) -> Measure:
@@ -60,7 +67,7 @@ def shape_key(events: Sequence[Event]) -> Measure:
     for event in events:
         details: list[int] = []
         match event:
-            case Cached(tier, prompt, locked):
+            case Cached(tier, _, locked):
                 details = [int(locked), int(tier == "host")]
                 weight += _LOCKED_WEIGHT * locked
             case Submit(name) | Transferred(name) | Abort(name) | Hold(name):
@@ -401,6 +408,8 @@ def letters(number: int) -> str:
 
 def _unused(trace: Trace, prefix: str) -> str:
     """A name that no request and no segment of this trace has."""
-    taken = {segment for event in trace.events if isinstance(event, (Submit, Cached)) for segment, _ in event.prompt.segments}
+    taken = {
+        segment for event in trace.events if isinstance(event, (Submit, Cached)) for segment, _ in event.prompt.segments
+    }
     taken |= {event.request for event in trace.events if isinstance(event, Submit)}
     return next(name for number in range(len(taken) + 1) if (name := f"{prefix} {number}") not in taken)

@@ -187,13 +187,29 @@ def _instances(shape: Shape, page_size: int, rules: str | AccountingRules) -> It
 Landmark = Callable[[NodeSettings, int], int]
 """A size on a node where `room` tokens still pass the gate of a sound scheduler."""
 
-_LANDMARKS: tuple[Landmark, ...] = (
-    lambda node, room: 1,
-    lambda node, room: (node.chunked_prefill_size or 0) % node.checkpoint_align or node.page_size,
-    lambda node, room: room // 2,
-    lambda node, room: room,
-    lambda node, room: room + node.page_size,
-)
+
+def _one(_node: NodeSettings, _room: int) -> int:
+    return 1
+
+
+def _residue(node: NodeSettings, _room: int) -> int:
+    """What a cut from a fresh chunk budget would leave of it, or a page."""
+    return (node.chunked_prefill_size or 0) % node.checkpoint_align or node.page_size
+
+
+def _half(_node: NodeSettings, room: int) -> int:
+    return room // 2
+
+
+def _just_fits(_node: NodeSettings, room: int) -> int:
+    return room
+
+
+def _page_too_many(node: NodeSettings, room: int) -> int:
+    return room + node.page_size
+
+
+_LANDMARKS: tuple[Landmark, ...] = (_one, _residue, _half, _just_fits, _page_too_many)
 
 
 def _tokens(node: NodeSettings, names: Iterable[str], marks: Iterable[Landmark]) -> dict[str, int]:

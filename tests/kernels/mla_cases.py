@@ -122,9 +122,7 @@ def lay_out(case: Case, *, page_seed: int = 0, ends: list[int] | None = None, ga
 def run(
     case: Case, memory: Memory, *, backend: Backend = "torch", block: tuple[int, int] | None = None
 ) -> torch.Tensor:
-    plan = plan_prefill(
-        memory.pages, memory.page_table, case.cu_seqlens, case.starts, backend=backend, block=block
-    )
+    plan = plan_prefill(memory.pages, memory.page_table, case.cu_seqlens, case.starts, backend=backend, block=block)
     return mla_prefill(case.q, memory.pages, plan, scale=case.scale, rank=case.rank)
 
 
@@ -135,7 +133,9 @@ def reference(case: Case, memory: Memory) -> torch.Tensor:
 
 
 def words(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    return tensor.contiguous().view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    )
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -88,10 +88,10 @@ def _spent(spendings: Sequence[Spending]) -> str:
     by_name: dict[str | None, list[Spending]] = {}
     for each in spendings:
         by_name.setdefault(each.request, []).append(each)
-    words = [
-        f"{'someone without a name' if name is None else named(name)}: {', '.join(f'{e.how} {e.tokens}' for e in taken)}"
-        for name, taken in list(by_name.items())[:SPENDERS_SHOWN]
-    ]
+    words = []
+    for name, taken in list(by_name.items())[:SPENDERS_SHOWN]:
+        who = "someone without a name" if name is None else named(name)
+        words.append(f"{who}: {', '.join(f'{each.how} {each.tokens}' for each in taken)}")
     others = [each.tokens for taken in list(by_name.values())[SPENDERS_SHOWN:] for each in taken]
     return "; ".join([*words, *([f"others: {sum(others)}"] if others else [])])
 

@@ -29,6 +29,9 @@ _HOW = {
 }
 
 
+_DECIDED = {"whole": "admitted whole", "truncated": "admitted and cut"}
+
+
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """`lead` is the one thing to read, `headline` how it ended, `details` the rest. `moments`: what happened in which
@@ -147,7 +150,9 @@ def _unwritten(recording: Recording, promise: BrokenPromise | None) -> list[Word
     missing = [each for each in missing_tails(view.record, recording.page_size) if each.request == promise.request]
     if not missing:
         return []
-    return [[f"The ledger of round {promise.round} has no entry for {missing[0].tokens} tokens of that tail."]]
+    return [
+        [f"No entry of round {promise.round}'s ledger holds that tail ({missing[0].tokens} tokens in whole pages)."]
+    ]
 
 
 def _reason(outcome: Outcome) -> list[Words]:
@@ -155,7 +160,11 @@ def _reason(outcome: Outcome) -> list[Words]:
         return []
     first = outcome.broken[0]
     reason = next((invariant.reason for invariant in INVARIANTS if invariant.name == first.invariant), None)
-    return [] if reason is None else [[f"First broken: {first.invariant} in round {first.round} ({reason})."]]
+    return (
+        []
+        if reason is None
+        else [[f"First broken invariant: {first.invariant}, in round {first.round}. It says: {reason}."]]
+    )
 
 
 # --- the diagnosis
@@ -171,7 +180,7 @@ def _diagnosed(diagnosis: Diagnosis) -> list[Words]:
             [
                 f"Too late from round {point.round} on: after ",
                 Name(point.request),
-                f" was {point.kind}, no fair continuation keeps every promise ({tried}).",
+                f" was {_DECIDED.get(point.kind, point.kind)}, no fair continuation keeps every promise ({tried}).",
             ]
         )
     elif diagnosis.broken_promise is not None:
@@ -186,8 +195,8 @@ def _diagnosed(diagnosis: Diagnosis) -> list[Words]:
 
 def _too_long(outcome: Outcome) -> Words:
     return [
-        f"Not searched here, because the trace has more than {MAX_ROUNDS_DIAGNOSED} rounds ({len(outcome.rounds)}): the "
-        "point of no return, and the change of rules that avoids it. kvledger explain searches."
+        f"Not searched here, because the trace has more than {MAX_ROUNDS_DIAGNOSED} rounds ({len(outcome.rounds)}): "
+        "the point of no return, and the change of rules that avoids it. kvledger explain searches."
     ]
 
 

@@ -58,7 +58,9 @@ def _hatches() -> Html:
     plain_hatch = element("pattern", element("line", class_="hatch-line", **line), id="hatch", **box)
     ground = element("rect", class_="hatch-bad-ground", width=6, height=6)
     bad_hatch = element("pattern", ground, element("line", class_="hatch-bad-line", **line), id="hatch-bad", **box)
-    return element("svg", element("defs", plain_hatch, bad_hatch), width=0, height=0, class_="unseen", aria_hidden="true")
+    return element(
+        "svg", element("defs", plain_hatch, bad_hatch), width=0, height=0, class_="unseen", aria_hidden="true"
+    )
 
 
 def _contents(recordings: Sequence[Recording], sources: Sequence[str]) -> Html:

@@ -8,8 +8,9 @@ from kvledger.report.recording import Recording
 from kvledger.report.svg import Columns, frame, group
 from kvledger.trace import Round
 
-HEIGHT = 26
+HEIGHT = 32
 _MIDDLE = HEIGHT // 2
+_STRIP = 12
 _NOTES = {"failed": ", OUT OF MEMORY", "not-run": ", not run: the process died", "forced": ", FORCED"}
 
 
@@ -100,7 +101,15 @@ def _refusals(run: list[Answer], recording: Recording, columns: Columns) -> Html
     first, word = run[0].round_index, str(run[0].decision.reason or "deferred")
     shapes = [element("rect", class_="refused", y=5, height=HEIGHT - 10, **columns.bar(first, len(run)))]
     if columns.labelled:
-        shapes.append(element("text", word, class_="on-refused", x=columns.x(first + len(run) / 2), y=_MIDDLE + 4))
+        shapes.append(
+            element(
+                "text",
+                word,
+                class_=f"on refused{columns.label_class}",
+                x=columns.x(first + len(run) / 2),
+                y=_MIDDLE + 4,
+            )
+        )
     times = f" and in the {len(run) - 1} after it" if len(run) > 1 else ""
     return group(f"{word} in round {recording.rounds[first].record.round}{times}", *shapes)
 
@@ -111,14 +120,22 @@ def _chunk(answer: Answer, lane: Lane, recording: Recording, columns: Columns) -
     if not answer.ran and kind != "failed":
         kind = "not-run"
     bar = columns.bar(answer.round_index)
-    shapes = [element("rect", class_=f"chunk {kind}", y=2, height=HEIGHT - 4, **bar)]
+    shapes = [element("rect", class_=kind, y=2, height=HEIGHT - 4, **bar)]
     if decision.load_back:
-        shapes.append(element("rect", class_="load-back", y=2, height=7, **bar))
+        shapes.append(element("rect", class_="load-back", y=2, height=_STRIP, **bar))
+    missing = answer.missing_tokens
+    if missing:
+        shapes.append(element("rect", class_="missing short", y=HEIGHT - 2 - _STRIP, height=_STRIP, **bar))
     if columns.labelled:
-        y = _MIDDLE + (8 if decision.load_back else 4)
-        shapes.append(element("text", decision.tokens, class_="on-chunk", x=columns.x(answer.round_index + 0.5), y=y))
+        middle = columns.x(answer.round_index + 0.5)
+        y = _MIDDLE + 4 + (_STRIP // 2 if decision.load_back else 0) - (_STRIP // 2 if missing else 0)
+        shapes.append(element("text", decision.tokens, class_=f"on {kind}{columns.label_class}", x=middle, y=y))
+        if decision.load_back:
+            words = f"load-back {decision.load_back}"
+            shapes.append(element("text", words, class_="on load-back wide", x=middle, y=_STRIP))
     words = f"{decision.kind}: {decision.start}..{decision.end} ({decision.tokens})"
     words += f", load-back {decision.load_back}" if decision.load_back else ""
     words += f", tail {decision.tail_tokens}" if decision.tail_tokens else ""
+    words += f", of which no entry holds {missing} (in whole pages)" if missing else ""
     number = recording.rounds[answer.round_index].record.round
     return group(f"round {number}, {words}{_NOTES.get(kind, '')}", *shapes)

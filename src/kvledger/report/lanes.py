@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvledger.record import Decision, RoundRecord
+from kvledger.record import Decision
 from kvledger.report.recording import Recording
+from kvledger.report.waterfall import missing_tails
 from kvledger.trace import Abort, Round, Submit, Transferred
 
 StretchKind = Literal["waiting", "half done", "in flight"]
@@ -28,20 +29,27 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A decision about the request, in the step that is a round. Not `ran`: the round's allocation failed."""
+    """A decision about the request, in the step that is a round. Not `ran`: the round's allocation failed.
+
+    `missing_tokens` of the tail that it left are in no entry of the ledger.
+    """
 
     step: int
     round_index: int
     decision: Decision
     ran: bool
+    missing_tokens: int = 0
 
 
 @dataclass(slots=True)
 class Lane:
-    """One request. `ended`: the step that ended it, and how. `failed_step`: the round that found no slots for it."""
+    """One request. `submitted` is a step, `ended` the step that ended it and how; `failed_step` the round that found no
+    slots for it.
+    """
 
     request: str
     prompt_tokens: int
+    submitted: int
     stretches: list[Stretch] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     ended: tuple[int, Ending] | None = None
@@ -73,13 +81,13 @@ def lanes_of(recording: Recording) -> list[Lane]:
     for index, step in enumerate(recording.steps):
         match step.event:
             case Submit(request, prompt):
-                lane = lanes[request] = Lane(request, prompt.tokens)
+                lane = lanes[request] = Lane(request, prompt.tokens, index)
                 if request in rejected:
                     lane.end(index, "rejected")
                 else:
                     lane.begin("waiting", index)
             case Round():
-                _answer(lanes, index, step.rounds_before, recording.rounds[step.rounds_before].record)
+                _answer(lanes, index, step.rounds_before, recording)
             case Transferred(request) if lanes[request].state == "in flight":
                 lanes[request].end(index, "transferred")
             case Abort(request) if lanes[request].ended is None:
@@ -87,11 +95,15 @@ def lanes_of(recording: Recording) -> list[Lane]:
     return list(lanes.values())
 
 
-def _answer(lanes: dict[str, Lane], step: int, round_index: int, record: RoundRecord) -> None:
+def _answer(lanes: dict[str, Lane], step: int, round_index: int, recording: Recording) -> None:
+    record = recording.rounds[round_index].record
     ran = record.failure is None
+    missing = {}
+    if recording.shows_ledger:
+        missing = {each.request: each.tokens for each in missing_tails(record, recording.page_size)}
     for decision in record.decisions:
         lane = lanes[decision.request]
-        lane.answers.append(Answer(step, round_index, decision, ran))
+        lane.answers.append(Answer(step, round_index, decision, ran, missing.get(decision.request, 0)))
         if not decision.joined:
             continue
         if ran and not decision.tail_tokens:

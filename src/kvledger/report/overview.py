@@ -1,4 +1,4 @@
-"""The time line of a section: the two pictures of the pool, the slider that selects a round, and the requests' lanes."""
+"""The time line of a section: two pictures of the pool, the slider that selects a round, and the requests' lanes."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ _LANE_KEYS = (
     *(("waiting", "waiting"), ("whole", "chunk"), ("truncated", "cut chunk"), ("load-back", "load-back")),
     *(("refused", "refused"), ("forced", "forced"), ("failed", "out of memory"), ("in-flight", "in flight")),
     ("transferred", "transferred"),
+    ("missing", "tail in no entry"),
 )
 
 
@@ -45,8 +46,15 @@ def overview(recording: Recording, explanation: Explanation, first: int, figures
     return element(
         "div",
         *notes,
-        _panel("The pool after each round", pool, figures, recording.pool_tokens, pool_picture(recording)),
-        _panel("Promised when decisions ended", _CLAIMS, figures, claims_scale(recording), claims_picture(recording)),
+        _panel("The pool after each round", pool, figures, recording.pool_tokens, pool_picture(recording), "scale"),
+        _panel(
+            "Promised when decisions ended",
+            _CLAIMS,
+            figures,
+            claims_scale(recording),
+            claims_picture(recording),
+            "scale headroom",
+        ),
         _row("round", axis(recording), "axis-row"),
         _controls(recording, first),
         _lanes(recording, explanation),
@@ -55,7 +63,12 @@ def overview(recording: Recording, explanation: Explanation, first: int, figures
 
 
 def _panel(
-    title: str, legend: Iterable[tuple[str, str, str]], figures: dict[str, object], scale: int, picture: Html
+    title: str,
+    legend: Iterable[tuple[str, str, str]],
+    figures: dict[str, object],
+    scale: int,
+    picture: Html,
+    kind: str,
 ) -> Html:
     keys = [
         element("li", element("i", class_=f"key {key}"), f"{words} ", live(name, figures))
@@ -63,7 +76,7 @@ def _panel(
     ]
     head = element("div", element("h3", title), element("ul", *keys, class_="legend"), class_="panel-head")
     ends = join([element("span", scale), element("span", "0")])
-    return join([head, _row(ends, picture, "scale")])
+    return join([head, _row(ends, picture, kind)])
 
 
 def _row(label: Html | str, picture: Html, kind: str) -> Html:
@@ -95,7 +108,7 @@ def _controls(recording: Recording, first: int) -> Html:
 def _lanes(recording: Recording, explanation: Explanation) -> Html:
     lanes = lanes_of(recording)
     if len(lanes) <= LANES_OPEN:
-        shown, others = lanes, []
+        shown, others = lanes, list[Lane]()
     else:
         shown, others = with_news(lanes, explanation.named)
         others = shown[LANES_OPEN:] + others

@@ -129,7 +129,7 @@ class Section {
     };
     part(kind, Math.max(0, Math.min(start, end)), Math.max(start, end));
     part("below", Math.min(start, end), Math.min(0, Math.max(start, end)));
-    svg.append(shape("line", { class: "zero", x1: share(-low), x2: share(-low), y1: 0, y2: 14 }));
+    svg.append(shape("line", { class: "zero", x1: share(-low), x2: share(-low), y1: -6, y2: 20 }));
     return svg;
   }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from io import StringIO
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from kvledger.report.plain import named, plain, width
 
@@ -13,9 +13,17 @@ Span = tuple[str, str]
 """Text, and how rich is to style it ("" is not at all)."""
 Line = Sequence[Span]
 
-BARS = "█░!"
-ASCII_BARS = "#-!"
-"""What is left, what a row takes, and what is beyond what is there."""
+
+class Bars(NamedTuple):
+    """A character each for what is left, what a row takes, and what is more than there is."""
+
+    left: str
+    taken: str
+    beyond: str
+
+
+BLOCKS = Bars("█", "░", "!")
+ASCII = Bars("#", "-", "!")
 
 
 def painted(lines: Iterable[Line], stream: TextIO | None) -> str:
@@ -46,13 +54,13 @@ def wants_colour(stream: TextIO | None) -> bool:
     return stream.isatty()
 
 
-def bars_for(stream: TextIO | None) -> str:
+def bars_for(stream: TextIO | None) -> Bars:
     """The bar characters that `stream` can encode."""
     try:
-        BARS.encode((stream and stream.encoding) or "ascii")
+        "".join(BLOCKS).encode((stream and stream.encoding) or "ascii")
     except (UnicodeEncodeError, LookupError):
-        return ASCII_BARS
-    return BARS
+        return ASCII
+    return BLOCKS
 
 
 def unstyled(lines: Iterable[str], style: str = "") -> list[Line]:

@@ -12,7 +12,10 @@ from kvledger.report.svg import Columns, frame, group
 from kvledger.report.waterfall import due_tokens, missing_tails
 
 MAX_BINS = 240
-HEIGHT = 150
+POOL_HEIGHT = 100
+CLAIMS_HEIGHT = 160
+HEADROOM = 16
+"""Pixels above the highest bar of claims, for what is said of it."""
 
 PARTS: tuple[tuple[str, Callable[[Pool], int]], ...] = (
     ("protected", lambda pool: pool.protected),
@@ -90,15 +93,15 @@ def pool_picture(recording: Recording) -> Html:
         for index, each in enumerate(bins)
     ]
     label = f"The pool of {recording.pool_tokens} tokens after each round; the table of all rounds has the figures"
-    return frame(HEIGHT, label, bars, class_="pool")
+    return frame(POOL_HEIGHT, label, bars)
 
 
 def _pool_bar(each: Bin, bar: dict[str, str], middle: str, pool_tokens: int) -> Html:
     pool = each.tightest.pool
-    shapes = _stack([(name, tokens_of(pool)) for name, tokens_of in PARTS], bar, pool_tokens)
+    shapes = _Scale(POOL_HEIGHT, 0, pool_tokens).stack([(name, tokens_of(pool)) for name, tokens_of in PARTS], bar)
     if len(each.views) > 1:
         left = [view.pool.baseline for view in each.views]
-        top, bottom = (f"{HEIGHT * tokens / pool_tokens:.1f}" for tokens in (min(left), max(left)))
+        top, bottom = (f"{POOL_HEIGHT * tokens / pool_tokens:.1f}" for tokens in (min(left), max(left)))
         shapes.append(element("line", class_="range", x1=middle, x2=middle, y1=top, y2=bottom))
     figures = [f"{name} {_span([tokens_of(view.pool) for view in each.views])}" for name, tokens_of in PARTS]
     return group(f"{each.title}: {', '.join(figures)}", *shapes)
@@ -120,41 +123,50 @@ def claims_scale(recording: Recording) -> int:
 def claims_picture(recording: Recording) -> Html:
     """What each round's decisions laid claim to, against the baseline that they had."""
     bins = bins_of(recording.rounds)
-    columns, scale = Columns(len(bins)), claims_scale(recording)
-    bars = []
-    for index, each in enumerate(bins):
-        label_at = columns.x(index + 0.5) if columns.labelled else None
-        bars.append(_claims_bar(each, recording.page_size, scale, columns.bar(index), label_at))
+    columns, scale = Columns(len(bins)), _Scale(CLAIMS_HEIGHT, HEADROOM, claims_scale(recording))
+    bars = [_claims_bar(each, recording.page_size, scale, columns, index) for index, each in enumerate(bins)]
     label = "What was promised when each round's decisions ended, against free + evictable"
-    return frame(HEIGHT, label, bars, class_="claims")
+    return frame(CLAIMS_HEIGHT, label, bars)
 
 
-def _claims_bar(each: Bin, page_size: int, scale: int, bar: dict[str, str], label_at: str | None) -> Html:
-    view = each.tightest
+def _claims_bar(each: Bin, page_size: int, scale: _Scale, columns: Columns, index: int) -> Html:
+    view, bar = each.tightest, columns.bar(index)
     claims, baseline = claims_of(view, page_size), view.record.baseline
     short_tokens = -view.slack if view.slack is not None and view.slack < 0 else 0
     missing = "missing short" if short_tokens else "missing"
-    shapes = _stack([("now", claims.now), ("later", claims.later), (missing, claims.missing)], bar, scale)
-    y = min(max(0.0, _y(baseline, scale) - 1), HEIGHT - 2)
-    shapes.append(element("rect", class_="baseline", y=f"{y:.1f}", height=2, **bar))
-    if short_tokens and label_at is not None:
-        y = max(12.0, _y(claims.tokens, scale) - 4)
-        shapes.append(element("text", f"short of {short_tokens}", class_="short", x=label_at, y=f"{y:.0f}"))
+    shapes = scale.stack([("now", claims.now), ("later", claims.later), (missing, claims.missing)], bar)
+    if claims.tokens > baseline:
+        shapes.append(scale.rect("over", baseline, claims.tokens, bar))
+    shapes.append(element("rect", class_="baseline", y=f"{scale.y(baseline) - 1:.1f}", height=2, **bar))
+    if short_tokens and columns.labelled:
+        y = f"{scale.y(claims.tokens) - 4:.0f}"
+        name = f"short{columns.label_class}"
+        shapes.append(element("text", f"short {short_tokens}", class_=name, x=columns.x(index + 0.5), y=y))
     words = f"promised now {claims.now}, later {claims.later}, tails in no entry {claims.missing}, baseline {baseline}"
     slack = "" if view.slack is None else f", baseline minus what admitted prompts still need {view.slack}"
     return group(f"{each.title}: {words}{slack}", *shapes)
 
 
-def _stack(parts: Sequence[tuple[str, int]], bar: dict[str, str], scale: int) -> list[Html]:
-    """Rectangles on top of each other, in pixels from the bottom up."""
-    shapes, base = [], 0
-    for name, tokens in parts:
-        if tokens > 0:
-            top, bottom = _y(base + tokens, scale), _y(base, scale)
-            shapes.append(element("rect", class_=name, y=f"{top:.1f}", height=f"{bottom - top:.1f}", **bar))
-            base += tokens
-    return shapes
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """Tokens as pixels from the bottom up; `most` tokens reach up to `headroom` pixels below the top."""
 
+    height: int
+    headroom: int
+    most: int
 
-def _y(tokens: int, scale: int) -> float:
-    return HEIGHT * (1 - tokens / scale)
+    def y(self, tokens: int) -> float:
+        return self.height - (self.height - self.headroom) * tokens / self.most
+
+    def rect(self, name: str, low: int, high: int, bar: dict[str, str]) -> Html:
+        top = self.y(high)
+        return element("rect", class_=name, y=f"{top:.1f}", height=f"{self.y(low) - top:.1f}", **bar)
+
+    def stack(self, parts: Sequence[tuple[str, int]], bar: dict[str, str]) -> list[Html]:
+        """The parts on top of each other."""
+        shapes, base = [], 0
+        for name, tokens in parts:
+            if tokens > 0:
+                shapes.append(self.rect(name, base, base + tokens, bar))
+                base += tokens
+        return shapes

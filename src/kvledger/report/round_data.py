@@ -89,7 +89,8 @@ def _messages(view: RoundView, broken: Sequence[Broken]) -> list[tuple[str, Word
     messages: list[tuple[str, Words]] = []
     if record.failure is not None:
         messages.append(("bad", ["Out of memory: ", *failure_words(record.failure), "."]))
-    if view.slack is not None and view.slack < 0:
+    said_already = any(each.invariant == "promises-covered" for each in broken)
+    if view.slack is not None and view.slack < 0 and not said_already:
         words = (
             f"Short of {-view.slack} tokens: admitted prompts still need {view.needed}, and free + evictable is "
             f"{record.baseline}."

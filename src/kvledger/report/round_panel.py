@@ -102,7 +102,7 @@ def _bar(kind: str, start: int, end: int, low: int, high: int) -> list[Html]:
         width = percent(100 * (upper - lower) / (high - low))
         return [element("rect", class_=name, x=x(lower), width=width, y=1, height=BAR_HEIGHT - 2)]
 
-    zero = element("line", class_="zero", x1=x(0), x2=x(0), y1=0, y2=BAR_HEIGHT)
+    zero = element("line", class_="zero", x1=x(0), x2=x(0), y1=-6, y2=BAR_HEIGHT + 6)
     return [*part(kind, max(0, first), last), *part("below", first, min(0, last)), zero]
 
 

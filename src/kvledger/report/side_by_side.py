@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 from kvledger.record import Decision, RoundRecord
 from kvledger.report import Replayed
-from kvledger.report.painted import Line, short_name
+from kvledger.report.painted import Bars, Line, short_name
 from kvledger.report.plain import padded, plain
 from kvledger.report.waterfall_text import bar_columns
 
@@ -24,7 +24,7 @@ Difference = tuple[int, int]
 """Index of a round and of a decision in it."""
 
 
-def side_by_side_lines(ours: Replayed, theirs: Replayed, bars: str, *, all_rounds: bool) -> list[Line]:
+def side_by_side_lines(ours: Replayed, theirs: Replayed, bars: Bars, *, all_rounds: bool) -> list[Line]:
     """Both runs in 100 columns. A side's figure is rem_total_tokens after each decision."""
     pairs = list(zip_longest(ours.outcome.rounds, theirs.outcome.rounds))
     difference = first_difference(ours.outcome.rounds, theirs.outcome.rounds)
@@ -71,7 +71,7 @@ def _shown(index: int, count: int, difference: Difference | None) -> bool:
 
 
 def _round_lines(
-    pair: tuple[RoundRecord | None, RoundRecord | None], marked: int | None, full_tokens: int, bars: str
+    pair: tuple[RoundRecord | None, RoundRecord | None], marked: int | None, full_tokens: int, bars: Bars
 ) -> Iterator[Line]:
     """The round's decisions, one a line, then what each side may still promise."""
     heads = [f"round {record.round}, baseline {record.baseline}" if record else "no such round" for record in pair]
@@ -107,7 +107,7 @@ def _what(decision: Decision) -> str:
     return f"{kind} {decision.start}..{decision.end}{loaded}"
 
 
-def _end(record: RoundRecord | None, full_tokens: int, bars: str) -> str:
+def _end(record: RoundRecord | None, full_tokens: int, bars: Bars) -> str:
     """The round's last figure as a bar, or its failure."""
     if record is None:
         return ""
@@ -115,10 +115,9 @@ def _end(record: RoundRecord | None, full_tokens: int, bars: str) -> str:
         return (
             f"  OUT OF MEMORY: wanted {record.failure.wanted}, there {record.failure.free + record.failure.evictable}"
         )
-    left, taken, _ = bars
     left_columns = bar_columns(record.rem_total_tokens, full_tokens, BAR_COLUMNS)
     before_columns = bar_columns(record.baseline, full_tokens, BAR_COLUMNS)
-    bar = left * left_columns + taken * max(0, before_columns - left_columns)
+    bar = bars.left * left_columns + bars.taken * max(0, before_columns - left_columns)
     return f"  rem_total {record.rem_total_tokens:>8}  {bar}"
 
 

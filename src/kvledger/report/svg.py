@@ -13,6 +13,7 @@ from kvledger.report.markup import Html, element
 MAX_LABELLED_ROUNDS = 12
 """With more rounds there is no room for figures in the columns."""
 MAX_SPACED_COLUMNS = 60
+MAX_COLUMNS_ON_A_PHONE = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,11 @@ class Columns:
     @property
     def labelled(self) -> bool:
         return self.count <= MAX_LABELLED_ROUNDS
+
+    @property
+    def label_class(self) -> str:
+        """Figures in many columns are left out where the screen is narrow."""
+        return "" if self.count <= MAX_COLUMNS_ON_A_PHONE else " wide"
 
     def x(self, column: float) -> str:
         return percent(100 * column / max(1, self.count))

@@ -54,6 +54,7 @@ def facts(recording: Recording) -> Html:
         ("rules", f"{replayed.preset or 'own switches'} ({_switches(replayed.rules)})"),
         ("node", sizes),
         *_start(recording.trace.events),
+        ("before the first round", _pool_before(recording)),
         *_rejections(recording.outcome.rejected_at_submit),
     ]
     if replayed.skipped:
@@ -92,6 +93,15 @@ def _start(events: Sequence[Event]) -> list[tuple[str, Content]]:
             case Submit(request, prompt):
                 found.setdefault("submitted", []).append((request, prompt.tokens))
     return [(f"at the start, {what}", _named_sizes(sizes)) for what, sizes in found.items()]
+
+
+def _pool_before(recording: Recording) -> str:
+    pool = recording.start
+    for step in recording.steps:
+        if isinstance(step.event, Round):
+            break
+        pool = step.pool
+    return f"free {pool.free}, evictable {pool.evictable}, protected {pool.protected}, held {pool.held}"
 
 
 def _named_sizes(sizes: Sequence[tuple[str, int]]) -> Html:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvledger.record import RoundRecord
-from kvledger.report.painted import Line, Span, short_name
+from kvledger.report.painted import Bars, Line, Span, short_name
 from kvledger.report.plain import padded, plain, width
 from kvledger.report.recording import Recording, RoundView
 from kvledger.report.rounds import Gap, failure_words, gap_lines, rounds_to_show
@@ -28,17 +28,15 @@ _STYLES = {"figure": "bold", "taken": "yellow", "now": "cyan", "later": "blue", 
 
 
 def waterfall_lines(
-    recording: Recording, bars: str, notes: Sequence[tuple[int, str]], *, all_rounds: bool
+    recording: Recording, bars: Bars, notes: Sequence[tuple[int, str]], *, all_rounds: bool
 ) -> list[Line]:
     """The rounds that matter, one waterfall each, on one scale. `notes` are words below a round."""
     shown = recording.outcome.rounds if all_rounds else rounds_to_show(recording.outcome)
     views = {view.record.round: view for view in recording.rounds}
     falls = {each.round: rows_of(views[each.round], recording.page_size) for each in shown if not isinstance(each, Gap)}
     full_tokens = max((row.level for rows in falls.values() for row in rows), default=0)
-    left, taken, beyond = bars
-    lines: list[Line] = [
-        [(f"{left} is left, {taken} is taken by that row, {beyond} is more than there is; all in tokens", "dim")]
-    ]
+    legend = f"{bars.left} is left, {bars.taken} is taken by that row, {bars.beyond} is more than there is"
+    lines: list[Line] = [[(f"{legend}; all in tokens", "dim")]]
     for each in shown:
         lines.append([])
         if isinstance(each, Gap):
@@ -50,7 +48,7 @@ def waterfall_lines(
 
 
 def _round_lines(
-    view: RoundView, rows: Sequence[Row], full_tokens: int, bars: str, notes: Iterable[str]
+    view: RoundView, rows: Sequence[Row], full_tokens: int, bars: Bars, notes: Iterable[str]
 ) -> Iterator[Line]:
     head = f"round {view.record.round}"
     yield [(padded(head, LABEL_COLUMNS) + f"{'tokens':>{FIGURE_COLUMNS}}{'left':>{FIGURE_COLUMNS}}", "bold")]
@@ -64,7 +62,7 @@ def _round_lines(
     yield from ([(f"  <- {note}", "bold")] for note in notes)
 
 
-def _row_line(row: Row, full_tokens: int, bars: str) -> Line:
+def _row_line(row: Row, full_tokens: int, bars: Bars) -> Line:
     style = _STYLES[row.kind]
     taken = f"-{row.tokens}" if row.kind != "figure" else ""
     text = padded(_label(row), LABEL_COLUMNS) + f"{taken:>{FIGURE_COLUMNS}}{row.level:>{FIGURE_COLUMNS}}  "
@@ -79,18 +77,17 @@ def _label(row: Row) -> str:
     return f"  {short_name(row.request, room - width(words) - len(': '))}: {words}"
 
 
-def _bar(row: Row, full_tokens: int, bars: str) -> list[Span]:
+def _bar(row: Row, full_tokens: int, bars: Bars) -> list[Span]:
     """What is left after the row, what the row took of what was there, and what is not there at all."""
-    left, taken, beyond = bars
     before = row.level + row.tokens
     left_columns = bar_columns(row.level, full_tokens, BAR_COLUMNS)
     taken_columns = max(0, bar_columns(before, full_tokens, BAR_COLUMNS) - left_columns) if row.tokens else 0
     room = BAR_COLUMNS - left_columns - taken_columns
     beyond_columns = min(room, bar_columns(-row.level, full_tokens, BAR_COLUMNS))
     return [
-        (left * left_columns, "green"),
-        (taken * taken_columns, _STYLES[row.kind]),
-        (beyond * beyond_columns, "bold red"),
+        (bars.left * left_columns, "green"),
+        (bars.taken * taken_columns, _STYLES[row.kind]),
+        (bars.beyond * beyond_columns, "bold red"),
     ]
 
 

@@ -81,14 +81,14 @@ class CountedTarget:
         self.rounds += 1
         baseline = self.free_tokens()
         failure: AllocationFailure | None = None
-        decisions: tuple[Decision, ...] = ()
+        decisions: list[Decision] = []
         try:
-            decisions = tuple(self._decision(ran) for ran in self.step())
+            for ran in self.step():
+                self.watcher.before_decision()
+                decisions.append(self._decision(ran))
+                self.watcher.after_decision(decisions[-1])
         except (MemoryError, OutOfPages) as error:
             failure = self._failure(error)
-        for decision in decisions:
-            self.watcher.before_decision()
-            self.watcher.after_decision(decision)
         return RoundRecord(
             round=self.rounds,
             baseline=baseline,
@@ -97,7 +97,7 @@ class CountedTarget:
             rem_chunk_tokens=None,
             budget_state=AddReqResult.CONTINUE,
             batch_is_full=False,
-            decisions=decisions,
+            decisions=tuple(decisions),
             promises=(),
             free=self.free_tokens(),
             evictable=0,
@@ -165,15 +165,20 @@ class CountedTarget:
         return tuple(rid for rid, tokens in self._begun.items() if self._end[rid] == tokens)
 
     def snapshot(self) -> Snapshot:
-        """Counts as pages: numbers stand for pages that nobody has looked at."""
+        """Counts as pages: numbers stand for pages that nobody has looked at.
+
+        While a round's chunks are told one by one, what later ones took counts as free, so that the chunk after which
+        a promise is no longer covered is the one that is named.
+        """
         page_size, pool_pages = self.settings.page_size, self.settings.pool_pages
         allocated = self.allocated_tokens()
+        untold_tokens = sum(tokens for rid, tokens in allocated.items() if rid not in self._begun)
         in_flight = self.in_flight()
         return Snapshot(
             page_size=page_size,
             pool_pages=pool_pages,
             released=(),
-            never_used=range(pool_pages - self.free_tokens() // page_size, pool_pages),
+            never_used=range(pool_pages - (self.free_tokens() + untold_tokens) // page_size, pool_pages),
             cached=(),
             live=tuple(
                 LiveRequest(rid, tokens, _numbered(allocated.get(rid, 0), page_size), 0, rid in in_flight)

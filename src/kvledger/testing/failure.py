@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvledger.diagnose import diagnose
 from kvledger.replay import TargetFactory
-from kvledger.report.explanation import explanation_lines
+from kvledger.report.explained import explanation_lines
 from kvledger.shrink import NothingToShrink, Shrunk, shrink
 from kvledger.testing.fixtures import save_fixture
 from kvledger.testing.machine import InvariantBroken
@@ -38,7 +38,7 @@ def explain_trace(trace: Trace, invariant: str, folder: str | os.PathLike[str], 
     path = save_fixture(small, invariant, folder, target=target)
     lines = (
         f"{invariant} is broken. {effort}",
-        *explanation_lines(small, diagnose(small, target=target)),
+        *explanation_lines(diagnose(small, target=target)),
         f"fixture: {path}",
     )
     return Failure(invariant, path, lines)
