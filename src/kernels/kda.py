@@ -58,7 +58,7 @@ def kda_chunk_fwd(
     beta: torch.Tensor,
     scale: float | None,
     out: torch.Tensor | None,
-    A_log: torch.Tensor,  # noqa: N803 (FlashKDA's name)
+    A_log: torch.Tensor,
     dt_bias: torch.Tensor,
     lower_bound: float | None,
     initial_state: torch.Tensor | None = None,
@@ -98,16 +98,20 @@ def kda_chunk_fwd(
     slots.check(lengths, 0 if state_pool is None else state_pool.shape[0])
     plan, source, destination = _place_states(lengths, slots, initial_state, final_state, state_pool)
     call = KdaCall(
-        *(tensor.contiguous() for tensor in (q, k, v, g, beta)),
-        k_size**-0.5 if scale is None else float(scale),
-        out,
-        A_log.contiguous(),
-        dt_bias.contiguous(),
-        None if lower_bound is None else float(lower_bound),
-        source,
-        destination,
-        state_pool,
-        plan,
+        q=q.contiguous(),
+        k=k.contiguous(),
+        v=v.contiguous(),
+        g=g.contiguous(),
+        beta=beta.contiguous(),
+        scale=k_size**-0.5 if scale is None else float(scale),
+        out=out,
+        a_log=A_log.contiguous(),
+        dt_bias=dt_bias.contiguous(),
+        lower_bound=None if lower_bound is None else float(lower_bound),
+        source=source,
+        destination=destination,
+        pool=state_pool,
+        plan=plan,
     )
     chosen = resolve_backend(backend, q.device)
     if chosen == "interpret":

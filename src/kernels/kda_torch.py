@@ -59,13 +59,14 @@ def carry_state(call: KdaCall, span: Span, terms: Terms, results: torch.Tensor) 
         state = call.source[span.source].to(torch.float32, copy=True)
     else:
         state = torch.zeros(heads, v_size, k_size, device=call.q.device)
-    for index in range(span.first_chunk, span.first_chunk + span.chunks):
-        readers, values, scores, writers, decay = (term[index] for term in terms)
+    chunks = slice(span.first_chunk, span.first_chunk + span.chunks)
+    own = zip(call.plan.chunks[chunks], results[chunks], *(term[chunks] for term in terms), strict=True)
+    for chunk, result, readers, values, scores, writers, decay in own:
         read = torch.bmm(readers, state.mT)
         update = values - read[:, :CHUNK]
-        torch.baddbmm(read[:, CHUNK:], scores, update, out=results[index])
+        torch.baddbmm(read[:, CHUNK:], scores, update, out=result)
         state.mul_(decay).baddbmm_(update.mT, writers)
-        save = call.plan.chunks[index][3]
+        save = chunk[3]
         if save != NO_SLOT and call.pool is not None:
             call.pool[save] = state
     if call.destination is not None and span.destination != NO_SLOT:

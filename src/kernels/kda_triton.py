@@ -1,7 +1,8 @@
-"""KDA in Triton: a parallel pass over sub-chunks, then the serial recurrence. For sm_90 and, in float32, the interpreter.
+"""KDA in Triton: a parallel pass over sub-chunks, then the serial recurrence.
 
 `terms_kernel` runs one program per (sub-chunk, head) and writes what does not depend on the state into a workspace;
 `recurrence_kernel` runs one per (sequence, head, block of V) and walks the sequence's sub-chunks, state in registers.
+For sm_90 and, in float32 only, for Triton's interpreter.
 Mathematics and names: kda_torch, after FlashKDA's deep dive.
 
 Chosen from builds for sm_90 and from a float64 study of rounding; no run on a GPU stands behind it yet:
@@ -157,7 +158,9 @@ def recurrence_kernel(
         base, low, high, save = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2), tl.load(chunk + 3)
         cell = (first + step) * H + head
         if K == BK:
-            kd, qd, kr = tl.load(ws_kd + cell * (CHUNK * K) + wide), tl.load(ws_qd + cell * (CHUNK * K) + wide), tl.load(ws_kr + cell * (CHUNK * K) + wide)
+            kd = tl.load(ws_kd + cell * (CHUNK * K) + wide)
+            qd = tl.load(ws_qd + cell * (CHUNK * K) + wide)
+            kr = tl.load(ws_kr + cell * (CHUNK * K) + wide)
             decay = tl.load(ws_decay + cell * K + cols)
         else:
             kd = tl.load(ws_kd + cell * (CHUNK * K) + wide, mask=(cols < K)[None, :], other=0.0)

@@ -1,6 +1,6 @@
-"""KDA and the causal convolution in float64, one token at a time: what the kernels are held to. Shares no code with them.
+"""KDA and the causal convolution in float64, one token at a time: what the kernels are held to.
 
-Written from the recurrence and not from its chunk form, in numpy and not in torch.
+It shares no code with them: written from the recurrence and not from its chunk form, in numpy and not in torch.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 
@@ -32,7 +33,8 @@ class StateSlots:
     """Per sequence of a call: where its state comes from, where it goes, and which checkpoints are kept.
 
     `starts` is the request's position of the call's first token; `checkpoints` holds one slot for each position of
-    `grid_points`, in order, or is empty to keep none at all.
+    `grid_points`, in order, or is empty to keep none at all. A sequence's source may be its own destination; no other
+    slot that is read or written may occur twice among those written.
     """
 
     sources: Sequence[int]
@@ -84,7 +86,7 @@ class StateSlots:
                     writers[slot] = index
         for index, slot in enumerate(self.sources):
             _check_range(slot, pool_slots)
-            if writers.get(slot, index) != index:
+            if slot in writers and slot != self.destinations[index]:
                 raise TableError(f"slot {slot} is the source of sequence {index} and written by {writers[slot]}")
 
 
@@ -127,7 +129,8 @@ class ChunkPlan:
         """
         key = str(device)
         if key not in self._on_device:
-            spans, saves = [], []
+            spans: list[tuple[int, ...]] = []
+            saves: list[tuple[int, ...]] = []
             for span in self.spans:
                 own = [*span.saves, (span.tokens, span.destination)]
                 row = (span.first_chunk, span.chunks, span.source, span.destination, span.first_token, span.tokens)
@@ -192,7 +195,7 @@ def sequence_lengths(
             raise TableError(f"cu_seqlens needs a batch of 1, not {batch}")
         if not cu_seqlens or cu_seqlens[0] != 0 or cu_seqlens[-1] != tokens:
             raise TableError(f"cu_seqlens must run from 0 to {tokens}, not {[*cu_seqlens[:1], *cu_seqlens[-1:]]}")
-        lengths = tuple(int(end) - int(begin) for begin, end in zip(cu_seqlens, cu_seqlens[1:], strict=False))
+        lengths = tuple(int(end) - int(begin) for begin, end in pairwise(cu_seqlens))
         if min(lengths, default=0) < 0:
             raise TableError("cu_seqlens decreases")
     if state_rows is not None and state_rows != len(lengths):

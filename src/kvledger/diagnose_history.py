@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvledger.invariants import needed_pages_of
+from kvledger.evidence import needed_pages_of
 from kvledger.monitor import InvariantMonitor
 from kvledger.node import NodeSettings
 from kvledger.record import Decision, RoundRecord, Snapshot

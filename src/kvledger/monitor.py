@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvledger.invariants import INVARIANTS, Evidence, Invariant
+from kvledger.evidence import Evidence
+from kvledger.invariants import INVARIANTS, Invariant
 from kvledger.node import NodeSettings, PrefillNode
 from kvledger.record import Decision, RoundRecord
 from kvledger.replay import Broken, Monitor, Outcome, Stuck, Target, TargetFactory, replay
 from kvledger.rules import AccountingRules
-from kvledger.trace import Abort, Event, Trace, Transferred
+from kvledger.trace import Abort, Event, Submit, Trace, Transferred
 
 
 class InvariantMonitor(Monitor):
@@ -51,11 +52,11 @@ class InvariantMonitor(Monitor):
         for d in record.joined:
             if not d.tail_tokens:
                 self.evidence.computed.pop(d.request)
+                self.evidence.unserved.discard(d.request)
         self.evidence.earlier = []
 
     def after_event(self, event: Event) -> None:
-        if isinstance(event, (Abort, Transferred)):
-            self.evidence.computed.pop(event.request, None)
+        self._note(event)
         self._look()
         self._ask("event")
 
@@ -66,6 +67,18 @@ class InvariantMonitor(Monitor):
     def stuck(self, stuck: Stuck) -> None:
         self._look()
         self._ask("stuck", stuck)
+
+    def _note(self, event: Event) -> None:
+        e = self.evidence
+        match event:
+            case Submit(request=rid, prompt=prompt) if e.settings.fits_empty_pool(prompt.tokens):
+                e.unserved.add(rid)
+            case Abort(request=rid):
+                e.computed.pop(rid, None)
+                e.unserved.discard(rid)
+                e.ended.add(rid)
+            case Transferred(request=rid) if any(r.rid == rid and r.in_flight for r in e.after.live):
+                e.ended.add(rid)
 
     def _look(self) -> None:
         self.evidence.after = self._target.snapshot()

@@ -38,6 +38,10 @@ class NodeSettings:
         """Whole pages in the pool, rounded down."""
         return self.pool_tokens // self.page_size
 
+    def fits_empty_pool(self, prompt_tokens: int) -> bool:
+        """The entry asks what the gate will ask."""
+        return prompt_tokens + FIRST_TOKEN + self.page_size < self.pool_pages * self.page_size
+
     @property
     def host_pages(self) -> int | None:
         return None if self.host_tokens is None else self.host_tokens // self.page_size

@@ -276,7 +276,7 @@ class Replay:
             record = self._round()
             if self.dead:
                 return
-            if not record.joined and not self._transfer_all():
+            if not record.joined and not self._transfer_all() and self.target.has_work:
                 self._stick(record, "a round admitted nothing and nothing is in flight")
                 return
         else:

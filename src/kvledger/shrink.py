@@ -16,7 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from kvledger.invariants import INVARIANTS, Invariant, needed_pages_of
+from kvledger.evidence import needed_pages_of
+from kvledger.invariants import INVARIANTS, Invariant
 from kvledger.monitor import InvariantMonitor
 from kvledger.node import NodeSettings, PrefillNode
 from kvledger.record import RoundRecord
@@ -49,6 +50,8 @@ WORLD_EVALUATIONS = 4000
 """So many small worlds at most, whatever else was spent: how far they are tried must not depend on the seed."""
 ROUNDS = 6
 """A trace counts only if it breaks within so many rounds, or as many as the trace to be shrunk took."""
+LONG = 100
+"""A trace of more events and rounds is slow to replay: it is not simplified itself if a small world does as well."""
 STARTS = 3
 """The best traces of so many nodes of a small world are descended from."""
 
@@ -238,16 +241,26 @@ class _Search:
         return self._keep(trace, end, probe.broken[0].round)
 
     def run(self, found: _Found, *, keep_rules: bool) -> None:
-        """Descend, try small worlds, descend from the better of both, until nothing changes."""
-        simplifying = {name: make for name, make in _SIMPLIFYING.items() if name != "rules" or not keep_rules}
-        found = self._descend(found, simplifying)
-        before = None
-        while found != before:
-            before = found
-            small = self._small_world(found)
-            ends = [found] if small is None or outline(small.trace) == outline(found.trace) else []
-            ends += [small] if small is not None else []
-            found = min((self._descend(end, simplifying | _SIZING) for end in ends), key=_size)
+        """Descend from the trace and from small worlds, until neither finds anything smaller."""
+        simplifying = dict(_SIMPLIFYING)
+        if keep_rules:
+            del simplifying["rules"]
+        else:
+            found = self._descend(found, {"rules": simplifying["rules"]})
+        small = self._small_world(found)
+        ends = [small] if small is not None else []
+        if small is None or len(found.trace.events) + found.rounds <= LONG:
+            found = self._descend(found, simplifying)
+            if small is None or outline(found.trace) < outline(small.trace):
+                ends = [found]
+            elif outline(found.trace) == outline(small.trace):
+                ends.append(found)
+        found = min((self._descend(end, simplifying | _SIZING) for end in ends), key=_size)
+        while (small := self._small_world(found)) is not None:
+            smaller = self._descend(small, simplifying | _SIZING)
+            if not smaller.measure < found.measure:
+                break
+            found = smaller
 
     def result(self) -> Trace:
         """The smallest trace in its normal form, unless names matter to the target; the title says what it breaks."""

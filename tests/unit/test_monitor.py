@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kvledger.adder import AddReqResult
-from kvledger.invariants import INVARIANTS, Evidence, Invariant
+from kvledger.evidence import Evidence
+from kvledger.invariants import INVARIANTS, Invariant
 from kvledger.ledger import Due, Promise
 from kvledger.monitor import InvariantMonitor, checked_replay
 from kvledger.node import NodeSettings, PrefillNode, Watcher

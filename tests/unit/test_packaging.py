@@ -24,10 +24,12 @@ KERNELS = ROOT / "src" / "kernels"
 ORDER = (
     *("arithmetic", "ledger", "rules", "adder"),
     *("request", "pool", "radix", "record", "occupancy", "views", "node"),
-    *("trace", "replay", "invariants", "monitor", "shrink", "diagnose"),
+    *("trace", "replay", "evidence", "invariants", "monitor", "shrink", "diagnose"),
 )
 # A helper stands just left of the one module that may import it.
 HELPERS = {
+    "checks_decision": "invariants",
+    "checks_state": "invariants",
     "schema": "trace",
     "shrink_passes": "shrink",
     "shrink_worlds": "shrink",

@@ -53,14 +53,17 @@ def page(recordings: Sequence[Recording]) -> str:
 
 def _hatches() -> Html:
     """Patterns that the style sheet fills with: what is not in the ledger, and what of that is missing."""
-    box = {"width": 6, "height": 6, "patternUnits": "userSpaceOnUse", "patternTransform": "rotate(45)"}
-    line = {"x1": 1, "x2": 1, "y1": 0, "y2": 6}
-    plain_hatch = element("pattern", element("line", class_="hatch-line", **line), id="hatch", **box)
-    ground = element("rect", class_="hatch-bad-ground", width=6, height=6)
-    bad_hatch = element("pattern", ground, element("line", class_="hatch-bad-line", **line), id="hatch-bad", **box)
+    plain_hatch = _hatch("hatch")
+    bad_hatch = _hatch("hatch-bad", element("rect", class_="hatch-bad-ground", width=6, height=6))
     return element(
         "svg", element("defs", plain_hatch, bad_hatch), width=0, height=0, class_="unseen", aria_hidden="true"
     )
+
+
+def _hatch(name: str, *ground: Html) -> Html:
+    line = element("line", class_=f"{name}-line", x1=1, x2=1, y1=0, y2=6)
+    turned = {"patternUnits": "userSpaceOnUse", "patternTransform": "rotate(45)"}
+    return element("pattern", *ground, line, id=name, width=6, height=6, **turned)
 
 
 def _contents(recordings: Sequence[Recording], sources: Sequence[str]) -> Html:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from kvledger.arithmetic import align_chunk_end, ceil_tokens
-from kvledger.invariants import needed_pages_of
+from kvledger.evidence import needed_pages_of
 from kvledger.node import FIRST_TOKEN, NodeSettings
 from kvledger.record import Snapshot
 from kvledger.replay import Replay
@@ -237,7 +237,7 @@ def submit_short(world: World, landmark: int, step: int) -> Event:
     return _submit(world, name, Prompt(((name, SHORT.tokens(world, landmark, step, world.largest_tokens())),)))
 
 
-def submit_shared(world: World, pick: int, cut: int, landmark: int, step: int) -> Event:
+def submit_shared(world: World, pick: int, cut: int, again: int, landmark: int, step: int) -> Event:
     """A prompt that goes on from (a cut of) one seen before: much to find in the cache, little to compute."""
     seen = world.cached if world.cached and pick % 4 else world.documents
     if not seen:
@@ -245,6 +245,8 @@ def submit_shared(world: World, pick: int, cut: int, landmark: int, step: int) -
     document = seen[-1 - pick // 4 % len(seen)]
     prefix = cut_prompt(document, _cut_tokens(world, document.tokens, cut))
     name = world.fresh_name()
+    if again == 3:
+        return _submit(world, name, prefix)
     tokens = SHORT.tokens(world, landmark, step, max(1, world.largest_tokens() - prefix.tokens))
     return Submit(name, Prompt((*prefix.segments, (name, tokens))))
 
@@ -309,7 +311,8 @@ def outside(world: World, kind: int, pick: int, landmark: int, step: int) -> Eve
 
 def _transferred(world: World, pick: int, _landmark: int, _step: int) -> Event | None:
     in_flight = world.replay.target.in_flight()
-    return Transferred(in_flight[pick % len(in_flight)]) if in_flight else None
+    names = [*in_flight, *(r.rid for r in world.replay.target.snapshot().live if not r.in_flight)]
+    return Transferred(names[pick % len(names)]) if names else None
 
 
 def _aborted(world: World, pick: int, _landmark: int, _step: int) -> Event | None:
@@ -335,7 +338,7 @@ MOVES: tuple[Move, ...] = (
     Move("round", {}, run_round),
     Move("submit_long", LONG.domains, submit_long),
     Move("submit_short", SHORT.domains, submit_short),
-    Move("submit_shared", {"pick": PICK, "cut": (0, 4), **SHORT.domains}, submit_shared),
+    Move("submit_shared", {"pick": PICK, "cut": (0, 4), "again": (0, 3), **SHORT.domains}, submit_shared),
     Move("cache", {"tier": (0, 9), "pick": PICK, "fresh": (0, 2), **LONG.domains}, cache),
     Move("outside", {"kind": (0, 4), "pick": PICK, **LONG.domains}, outside),
 )

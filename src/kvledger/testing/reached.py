@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from kvledger.adder import AddReqResult
 from kvledger.arithmetic import floor_tokens
-from kvledger.invariants import INVARIANTS, Invariant, needed_pages_of
+from kvledger.evidence import needed_pages_of
+from kvledger.invariants import INVARIANTS, Invariant
 from kvledger.monitor import InvariantMonitor
 from kvledger.record import Decision, RoundRecord
 from kvledger.replay import Outcome, Stuck

@@ -1,0 +1,155 @@
+"""Checks that follow every decision of a scheduler. Each takes evidence and the decision, and says what is wrong."""
+
+from __future__ import annotations
+
+from kvledger.adder import AddReqResult
+from kvledger.arithmetic import ceil_tokens, floor_tokens
+from kvledger.evidence import Evidence, Finding, compute_left, gate_tokens, needed_pages_of, owed_tokens
+from kvledger.record import Decision, Snapshot
+
+
+def promises_covered(e: Evidence, decision: Decision) -> Finding | None:
+    """Baseline against what the admitted requests still have to allocate, both counted in pages."""
+    needed_pages = sum(needed_pages_of(request, e.page_size) for request in e.after.live)
+    baseline_pages = e.after.baseline_pages
+    if baseline_pages >= needed_pages:
+        return None
+    return Finding(
+        decision.request,
+        f"after {decision.request} was {decision.kind}, admitted prompts still need {needed_pages * e.page_size} "
+        f"tokens, and free + evictable is {baseline_pages * e.page_size}",
+    )
+
+
+def order(_: Evidence, decision: Decision) -> Finding | None:
+    """`cur_rem_tokens` leaves out what is due later, so it is never the smaller."""
+    if decision.cur_rem_tokens >= decision.rem_total_tokens:
+        return None
+    return Finding(
+        decision.request,
+        f"cur_rem_tokens {decision.cur_rem_tokens} is below rem_total_tokens {decision.rem_total_tokens}",
+    )
+
+
+def never_forced(_: Evidence, decision: Decision) -> Finding | None:
+    """The forced chunk of the shortage rule asks the pool for what the books say is not there."""
+    if not decision.forced:
+        return None
+    return Finding(
+        decision.request, f"nothing remained, and {decision.request} was forced to run {decision.tokens} tokens"
+    )
+
+
+def on_grid(e: Evidence, decision: Decision) -> Finding | None:
+    """A chunk begins afresh where a state was saved, ends where one will be, and runs a token in between."""
+    if not decision.joined:
+        return None
+    if decision.tokens <= 0:
+        return Finding(decision.request, f"chunk [{decision.start}, {decision.end}) runs no token")
+    if decision.kind != "resumed" and decision.start % e.grid_tokens:
+        return Finding(
+            decision.request, f"starts at {decision.start}, where the grid of {e.grid_tokens} saved no state"
+        )
+    if decision.tail_tokens <= 0:
+        return None
+    grid_end = floor_tokens(decision.end, e.grid_tokens)
+    if decision.end == grid_end or grid_end <= decision.start:
+        return None
+    return Finding(
+        decision.request,
+        f"chunk [{decision.start}, {decision.end}) ends off the grid of {e.grid_tokens}, {grid_end} was in reach",
+    )
+
+
+def one_half_done(e: Evidence, decision: Decision) -> Finding | None:
+    """Cut requests of this round, the deferred one included."""
+    cut = {d.request for d in (*e.earlier, decision) if d.kind == "deferred" or (d.joined and d.tail_tokens > 0)}
+    if len(cut) <= 1:
+        return None
+    return Finding(decision.request, f"{len(cut)} requests are half done: {', '.join(sorted(cut))}")
+
+
+def refusal_is_free(e: Evidence, decision: Decision) -> Finding | None:
+    """Every figure and every page after a refusal is what it was before."""
+    if decision.kind != "refused" or e.before == e.after:
+        return None
+    changed = [name for name in Snapshot.__slots__ if getattr(e.before, name) != getattr(e.after, name)]
+    return Finding(decision.request, f"refusing {decision.request} changed {', '.join(changed)}")
+
+
+def ledger_exact(e: Evidence, decision: Decision) -> Finding | None:
+    """Both offsets and the baseline, counted afresh from the batch and the pages."""
+    baseline = e.after.baseline_pages * e.page_size
+    now = later = 0
+    for d in (*e.earlier, decision):
+        d_now, d_later = owed_tokens(d, e.rules, e.page_size)
+        now += d_now
+        later += d_later
+    expected = (baseline, baseline - now, baseline - now - later)
+    stated = (decision.baseline, decision.cur_rem_tokens, decision.rem_total_tokens)
+    if stated == expected:
+        return None
+    return Finding(
+        decision.request,
+        f"(baseline, cur_rem_tokens, rem_total_tokens) is {stated}, the batch and the pages come to {expected}",
+    )
+
+
+def gate_covers_charge(e: Evidence, decision: Decision) -> Finding | None:
+    """An admission must hold against the books counted afresh, as a refusal for memory must."""
+    if decision.kind not in ("whole", "truncated"):
+        return None
+    need, left = gate_tokens(e, decision)
+    if need < left:
+        return None
+    return Finding(
+        decision.request, f"{decision.request} was admitted, but its {need} tokens are not below the {left} left"
+    )
+
+
+def batch_in_budget(e: Evidence, decision: Decision) -> Finding | None:
+    """Compute budgets, counted from the batch: nobody joins once one is spent, no chunk exceeds what is left."""
+    refused = next((d.request for d in e.earlier if d.kind == "refused"), None)
+    if refused is not None:
+        return Finding(decision.request, f"was looked at after {refused} was refused")
+    if not decision.joined:
+        return None
+    batch = any(d.joined for d in e.earlier)
+    chunk_left, input_left = compute_left(e)
+    # a whole prompt must fit with its last page; a resumed chunk may end inside the page that the budget ends in
+    tokens = ceil_tokens(decision.tokens, e.page_size) if decision.kind == "whole" else decision.tokens
+    if chunk_left is not None and (tokens > chunk_left or (batch and chunk_left <= 0)):
+        return Finding(decision.request, f"{tokens} tokens joined with {chunk_left} of the chunk budget left")
+    most_tokens = input_left if chunk_left is not None else None if input_left is None else input_left - tokens
+    if most_tokens is not None and batch and most_tokens <= 0:
+        return Finding(decision.request, f"{tokens} tokens joined a batch with {input_left} of max_prefill_tokens left")
+    return None
+
+
+def other_is_minimal(e: Evidence, decision: Decision) -> Finding | None:
+    """An OTHER must hold against the batch: no page of chunk budget, a half-done request, or too long to join it."""
+    if decision.reason is not AddReqResult.OTHER:
+        return None
+    chunk_left, input_left = compute_left(e)
+    # a host hit would shorten it, and a refusal does not say
+    most_tokens = ceil_tokens(decision.prompt_tokens - decision.prefix_tokens, e.page_size)
+    if chunk_left is None:
+        needed = any(d.joined for d in e.earlier) and input_left is not None and most_tokens >= input_left
+    else:
+        half_done = any(d.kind != "refused" and d.tail_tokens > 0 for d in e.earlier)
+        cut_tokens = floor_tokens(floor_tokens(chunk_left, e.page_size), e.rules.truncation_align or e.page_size)
+        needed = most_tokens > chunk_left and (half_done or cut_tokens <= 0)
+    if needed:
+        return None
+    return Finding(decision.request, f"refused with OTHER, with {chunk_left} of the chunk budget and {input_left} of "
+                                     f"max_prefill_tokens left for at most {most_tokens} tokens")  # fmt: skip
+
+
+def fix_is_minimal(e: Evidence, decision: Decision) -> Finding | None:
+    """A NO_TOKEN must hold against the books counted afresh: tail and newcomer together do not fit."""
+    if decision.reason is not AddReqResult.NO_TOKEN:
+        return None
+    need, left = gate_tokens(e, decision)
+    if not need < left:
+        return None
+    return Finding(decision.request, f"refused with NO_TOKEN, but its {need} tokens are below the {left} that remain")

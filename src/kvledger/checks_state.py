@@ -1,0 +1,129 @@
+"""Checks that follow a round, any event, or the end: what must hold of pages and requests, whoever decided what."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from kvledger.arithmetic import ceil_pages
+from kvledger.evidence import Evidence, Finding
+from kvledger.record import RoundRecord
+from kvledger.replay import Stuck
+
+# --- after every round
+
+
+def admitted_finishes(e: Evidence, record: RoundRecord) -> Finding | None:
+    """No allocation of an admitted request fails, and what it has computed is never computed again."""
+    if record.failure is not None:
+        return Finding(record.failure.request, record.failure.message)
+    for decision in record.joined:
+        computed = e.computed.get(decision.request, decision.start)
+        if decision.start != computed:
+            return Finding(
+                decision.request, f"{decision.request} had computed {computed} tokens and went on from {decision.start}"
+            )
+    alive = {request.rid for request in e.after.live}
+    lost = next((rid for rid in e.computed if rid not in alive), None)
+    return Finding(lost, f"{lost} was admitted and is gone before its prefill was done") if lost else None
+
+
+def table_fits(e: Evidence, record: RoundRecord) -> Finding | None:
+    """What a request holds is what its computed tokens fill."""
+    if record.failure is not None:
+        return None
+    pages = {request.rid: len(request.pages) for request in e.after.live}
+    for d in record.joined:
+        if d.request in pages and pages[d.request] != ceil_pages(d.end, e.page_size):
+            return Finding(d.request, f"{d.request} has computed {d.end} tokens and holds {pages[d.request]} pages")
+    return None
+
+
+# --- after every event
+
+
+def conserved(e: Evidence) -> Finding | None:
+    """Free, cached, private and held pages are disjoint by identity, and together they are the pool."""
+    s = e.after
+    used = [*s.released, *s.held]
+    used += [page for page, _, _, _ in s.cached]
+    for request in s.live:
+        used += request.private_pages
+    distinct = set(used)
+    in_use_pages = s.pool_pages - len(s.never_used)
+    if e.settings.host_pages is not None and s.host_pages > e.settings.host_pages:
+        return Finding(None, f"the host tier has {s.host_pages} pages and room for {e.settings.host_pages}")
+    if len(used) == len(distinct) == in_use_pages and (not used or max(used) < in_use_pages):
+        return None
+    twice = sorted(page for page, times in Counter(used).items() if times > 1)
+    missing_pages = in_use_pages - len(distinct)
+    return Finding(
+        None, f"of {in_use_pages} pages in use, {missing_pages} belong to nobody and {len(twice)} to two: {twice[:5]}"
+    )
+
+
+def no_use_after_free(e: Evidence) -> Finding | None:
+    """A live request's cached pages are cached and locked, its private ones are nobody else's and not free."""
+    s = e.after
+    if not s.live:
+        return None
+    locked = {page for page, lock_refs, _, _ in s.cached if lock_refs > 0}
+    cached = {page for page, _, _, _ in s.cached}
+    free = set(s.released)
+    owned: set[int] = set(s.held)
+    for request in s.live:
+        shared, private = set(request.pages[: request.shared_pages]), set(request.private_pages)
+        if len(shared) + len(private) != len(request.pages) or not shared.isdisjoint(private):
+            return Finding(request.rid, f"{request.rid} has a page twice in its table")
+        if not shared <= locked:
+            return Finding(
+                request.rid, f"{request.rid} uses cached pages that no lock protects: {_few(shared - locked)}"
+            )
+        if not private.isdisjoint(free) or not private.isdisjoint(owned) or not private.isdisjoint(cached):
+            return Finding(
+                request.rid, f"{request.rid} uses pages that are not its own: {_few(private & (free | owned | cached))}"
+            )
+        owned |= private
+    return None
+
+
+def ended_is_gone(e: Evidence) -> Finding | None:
+    """Aborted and transferred requests neither wait nor hold pages."""
+    alive = (*e.after.waiting, *(request.rid for request in e.after.live))
+    rid = next((rid for rid in alive if rid in e.ended), None)
+    return None if rid is None else Finding(rid, f"{rid} has ended, and the node goes on with it")
+
+
+# --- at rest, and when nothing moves
+
+
+def everyone_served(e: Evidence) -> Finding | None:
+    """Every request that the entry had to accept has finished its prefill, or was given up by its user."""
+    rid = min(e.unserved, default=None)
+    return None if rid is None else Finding(rid, f"at rest, {rid} has neither finished nor been aborted")
+
+
+def quiescent(e: Evidence) -> Finding | None:
+    """Nothing is locked from inside, leaked, alive or promised."""
+    s = e.after
+    locked_pages = sum(1 for _, lock_refs, pinned_refs, _ in s.cached if lock_refs != pinned_refs)
+    accounted_pages = s.free_pages + len(s.held) + len(s.cached)
+    leaked_pages = s.pool_pages - accounted_pages
+    if not (locked_pages or leaked_pages or s.live or s.open_promises):
+        return None
+    return Finding(
+        s.live[0].rid if s.live else None,
+        f"at rest {locked_pages} pages are locked, {leaked_pages} leaked, {len(s.live)} requests alive and "
+        f"{len(s.open_promises)} promises open",
+    )
+
+
+def progress(e: Evidence, stuck: Stuck) -> Finding | None:
+    """Slots that someone outside the trace holds or locks for ever excuse a node: its pool is not empty."""
+    if e.after.held or any(pinned_refs for _, _, pinned_refs, _ in e.after.cached):
+        return None
+    return Finding(stuck.request, f"{stuck.request} fits an empty pool and never finishes: {stuck.message}")
+
+
+def _few(pages: Iterable[int]) -> str:
+    return str(sorted(pages)[:5])
