@@ -52,12 +52,16 @@ def outputs_kernel(
 
 
 @triton.jit
-def window_row(x, windows, source, first_token, offset, cols, window_stride, C: tl.constexpr, WIDTH: tl.constexpr):
+def window_row(
+    x, windows, source, first_token, offset, cols, window_stride, C: tl.constexpr, BC: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
     """The input `offset` tokens after the span's first one; from the source window where that is negative."""
-    here = tl.load(x + (first_token + offset) * C + cols, mask=(cols < C) & (offset >= 0), other=0)
-    row = windows + source * window_stride + (offset + (WIDTH - 1)) * C + cols
-    before = tl.load(row, mask=(cols < C) & (offset < 0) & (source >= 0), other=0)
-    return tl.where(offset >= 0, here, before)
+    value = tl.zeros([BC], x.dtype.element_ty)
+    if offset >= 0:
+        value = tl.load(x + (first_token + offset) * C + cols, mask=cols < C)
+    elif source >= 0:
+        value = tl.load(windows + source * window_stride + (offset + (WIDTH - 1)) * C + cols, mask=cols < C)
+    return value
 
 
 @triton.jit
@@ -76,9 +80,9 @@ def windows_kernel(
         save = saves + (first_save + index) * 8
         tokens, slot = tl.load(save), tl.load(save + 1)
         if slot >= 0:
-            oldest = window_row(x, windows, source, first_token, tokens - 3, cols, window_stride, C, WIDTH)
-            middle = window_row(x, windows, source, first_token, tokens - 2, cols, window_stride, C, WIDTH)
-            newest = window_row(x, windows, source, first_token, tokens - 1, cols, window_stride, C, WIDTH)
+            oldest = window_row(x, windows, source, first_token, tokens - 3, cols, window_stride, C, BC, WIDTH)
+            middle = window_row(x, windows, source, first_token, tokens - 2, cols, window_stride, C, BC, WIDTH)
+            newest = window_row(x, windows, source, first_token, tokens - 1, cols, window_stride, C, BC, WIDTH)
             row = windows + slot * window_stride + cols
             tl.store(row, oldest, mask=cols < C)
             tl.store(row + C, middle, mask=cols < C)

@@ -16,7 +16,7 @@ from kvledger.diagnose_history import watch
 from kvledger.diagnose_promise import BrokenPromise, Spending
 from kvledger.ledger import Due
 from kvledger.monitor import checked_replay
-from kvledger.node import NodeSettings, PrefillNode
+from kvledger.node import NodeSettings, PrefillNode, Watcher
 from kvledger.record import RoundRecord
 from kvledger.replay import replay
 from kvledger.rules import PRESETS, AccountingRules
@@ -34,7 +34,7 @@ from kvledger.trace import (
 )
 from tests.unit.builders import INCIDENT, INCIDENT_ARRIVALS, INCIDENT_NODE, node_settings, prompt
 
-NOTHING_BROKE = {"broken_promise": None, "spent_by": [], "point_of_no_return": None, "avoided_by": None}
+NOTHING_BROKE: dict[str, Any] = {"broken_promise": None, "spent_by": [], "point_of_no_return": None, "avoided_by": None}
 DEFERRING = AccountingRules(on_shortage="defer")
 WORKED_NODE = node_settings(chunked_prefill_size=4096, max_prefill_tokens=16384, pool_tokens=12032)
 
@@ -312,7 +312,7 @@ class ChargesRaw(PrefillNode):
 def test_rounding_that_no_charge_held() -> None:
     """17 pages, of which B needs 15; its cut leaves 188 tokens, and three newcomers of one token take a page each."""
     settings = node_settings(chunked_prefill_size=700, pool_tokens=17 * 64)
-    events = (submit("B", 900), *(submit(rid, 1) for rid in ("x", "y", "z")), Drain())
+    events: list[Event] = [submit("B", 900), *(submit(rid, 1) for rid in ("x", "y", "z")), Drain()]
     diagnosis = diagnose(trace_of(settings, *events, rules="tail-reserved"), target=ChargesRaw)
     assert diagnosis.broken_promise == BrokenPromise("B", "tail", 388, 1)
     rounded = tuple(Spending(rid, "rounding", 63) for rid in ("x", "y", "z"))
@@ -355,10 +355,9 @@ class TellsAfterTheRound(PrefillNode):
     capabilities = frozenset({"batches", "grid", "pages"})
 
     def run_round(self) -> RoundRecord:
-        after_decision = self.watcher.after_decision
-        self.watcher.after_decision = lambda _: None  # type: ignore[method-assign]
+        watcher, self.watcher = self.watcher, Watcher()
         record = super().run_round()
-        self.watcher.after_decision = after_decision  # type: ignore[method-assign]
+        self.watcher = watcher
         for decision in () if record.failure else record.decisions:
             self.watcher.before_decision()
             self.watcher.after_decision(decision)

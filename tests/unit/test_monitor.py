@@ -72,6 +72,11 @@ REFUSED = replace(
     cur_rem_tokens=384,
     rem_total_tokens=384,
 )
+# 318 tokens are the most that CALM's free pages let in.
+ADMITTED = replace(WHOLE, request="E", prompt_tokens=318, end=318)
+OTHER = replace(REFUSED, prompt_tokens=600, reason=AddReqResult.OTHER)
+# A's second chunk, as far as its pages go in CALM.
+COMPUTED = replace(WHOLE, request="A", kind="resumed", prompt_tokens=600, start=128, end=256)
 RECORD = RoundRecord(
     round=3,
     baseline=384,
@@ -98,8 +103,12 @@ def evidence(
     rules: AccountingRules = RULES,
     earlier: Sequence[Decision] = (),
     computed: dict[str, int] | None = None,
+    unserved: set[str] | None = None,
+    ended: set[str] | None = None,
 ) -> Evidence:
-    return Evidence(settings, rules, before or after, after, list(earlier), computed or {})
+    return Evidence(
+        settings, rules, before or after, after, list(earlier), computed or {}, unserved or set(), ended or set()
+    )
 
 
 def resumed(**changes: Any) -> Decision:
@@ -191,16 +200,95 @@ CASES = [
         "C",
         "320",
     ),
+    Case("gate-covers-charge", "need is one below what is left", evidence(), (ADMITTED,), HEALTHY),
+    Case("gate-covers-charge", "a resumed chunk has no gate", evidence(earlier=[CUT]), (resumed(),), HEALTHY),
     Case(
         "gate-covers-charge",
-        "overdrawn by less than a page",
+        "need equals what is left",
         evidence(),
-        (replace(WHOLE, rem_total_tokens=-63),),
+        (replace(ADMITTED, prompt_tokens=319, end=319),),
+        "E",
+        "its 384 tokens are not below the 384",
+    ),
+    Case(
+        "gate-covers-charge",
+        "the tail before it leaves nothing",
+        evidence(earlier=[CUT]),
+        (WHOLE,),
+        "C",
+        "its 165 tokens are not below the -321",
+    ),
+    Case(
+        "gate-covers-charge",
+        "its own lock takes what it needs",
+        evidence(),
+        (replace(WHOLE, newly_locked_tokens=256),),
+        "C",
+        "165 tokens .* 128",
+    ),
+    Case("other-is-minimal", "an admission is no refusal", evidence(), (WHOLE,), HEALTHY),
+    Case("other-is-minimal", "a NO_TOKEN is not asked", evidence(), (REFUSED,), HEALTHY),
+    Case(
+        "other-is-minimal",
+        "a request is half done and the rest is too short",
+        evidence(earlier=[CUT]),
+        (replace(OTHER, prompt_tokens=257),),
         HEALTHY,
     ),
-    Case("gate-covers-charge", "a resumed chunk has no gate", evidence(), (resumed(rem_total_tokens=-500),), HEALTHY),
-    Case("gate-covers-charge", "a whole page", evidence(), (replace(WHOLE, rem_total_tokens=-64),), "C", "-64"),
-    Case("gate-covers-charge", "a cut below zero", evidence(), (replace(CUT, rem_total_tokens=-64),), "D", "-64"),
+    Case(
+        "other-is-minimal",
+        "it fits what the half-done one leaves",
+        evidence(earlier=[CUT]),
+        (replace(OTHER, prompt_tokens=256),),
+        "E",
+        "256 of the chunk budget",
+    ),
+    Case("other-is-minimal", "nobody is half done: it could be cut", evidence(), (OTHER,), "E", "512 of the chunk"),
+    Case(
+        "other-is-minimal",
+        "chunking off, too long for the batch",
+        evidence(settings=node_settings(chunked_prefill_size=None, max_prefill_tokens=512), earlier=[WHOLE]),
+        (replace(OTHER, prompt_tokens=321),),
+        HEALTHY,
+    ),
+    Case(
+        "other-is-minimal",
+        "chunking off, an empty batch takes any",
+        evidence(settings=node_settings(chunked_prefill_size=None, max_prefill_tokens=512)),
+        (OTHER,),
+        "E",
+        "512 of max_prefill_tokens",
+    ),
+    Case("table-fits", "four pages for 256 tokens", evidence(), (replace(RECORD, decisions=(COMPUTED,)),), HEALTHY),
+    Case("table-fits", "a failed round is not asked", evidence(), (replace(RECORD, failure=FAILURE),), HEALTHY),
+    Case(
+        "table-fits",
+        "a page too few",
+        evidence(),
+        (replace(RECORD, decisions=(replace(COMPUTED, end=257),)),),
+        "A",
+        "257 tokens and holds 4 pages",
+    ),
+    Case(
+        "table-fits",
+        "a page too many",
+        evidence(),
+        (replace(RECORD, decisions=(replace(COMPUTED, end=192),)),),
+        "A",
+        "192 tokens and holds 4 pages",
+    ),
+    Case("ended-is-gone", "others have ended", evidence(ended={"Z"}), (), HEALTHY),
+    Case("ended-is-gone", "alive after its end", evidence(ended={"A"}), (), "A", "has ended"),
+    Case(
+        "ended-is-gone",
+        "waiting after its end",
+        evidence(replace(CALM, waiting=("Q",)), ended={"Q"}),
+        (),
+        "Q",
+        "goes on with it",
+    ),
+    Case("everyone-served", "all are", evidence(REST), (), HEALTHY),
+    Case("everyone-served", "one was lost", evidence(REST, unserved={"Q"}), (), "Q", "neither finished nor"),
     Case("batch-in-budget", "the first chunk", evidence(), (WHOLE,), HEALTHY),
     Case("batch-in-budget", "exactly the rest", evidence(earlier=[CUT]), (resumed(),), HEALTHY),
     Case(
@@ -233,7 +321,7 @@ CASES = [
         evidence(rules=AccountingRules(spend_gap=True), earlier=[CUT]),
         (WHOLE,),
         "C",
-        "100 tokens .* 0",
+        "128 tokens .* 0",
     ),
     Case(
         "batch-in-budget",
@@ -241,7 +329,7 @@ CASES = [
         evidence(settings=node_settings(max_prefill_tokens=256), earlier=[CUT]),
         (WHOLE,),
         "C",
-        "256 tokens.* 256",
+        "with 0 of max_prefill_tokens",
     ),
     Case("fix-is-minimal", "need equals what is left", evidence(), (REFUSED,), HEALTHY),
     Case(

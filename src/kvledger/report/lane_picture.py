@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvledger.report.lanes import Answer, Lane, Stretch
 from kvledger.report.markup import Html, element
 from kvledger.report.recording import Recording
-from kvledger.report.svg import Columns, frame, group
+from kvledger.report.svg import Columns, frame, group, percent
 from kvledger.trace import Round
 
 HEIGHT = 32
@@ -14,29 +16,26 @@ _STRIP = 12
 _NOTES = {"failed": ", OUT OF MEMORY", "not-run": ", not run: the process died", "forced": ", FORCED"}
 
 
-def axis(recording: Recording) -> Html:
+def axis(recording: Recording, columns: Columns) -> Html:
     """The numbers of the rounds: each one, or about half a dozen."""
-    columns = Columns(len(recording.rounds))
     every = 1 if columns.labelled else -(-columns.count // 6)
-    texts = [
-        element("text", view.record.round, x=columns.x(index + 0.5), y=12)
-        for index, view in enumerate(recording.rounds)
-        if index % every == 0
-    ]
+    shown = range(columns.first, columns.end, every)
+    texts = [element("text", recording.rounds[index].record.round, x=columns.x(index + 0.5), y=12) for index in shown]
     return frame(16, None, texts, class_="axis")
 
 
-def lane_picture(lane: Lane, recording: Recording) -> Html:
-    """One request: waiting, chunks with their load-backs, refusals, in flight until it ends."""
-    columns = Columns(len(recording.rounds))
+def lane_picture(lane: Lane, recording: Recording, columns: Columns) -> Html:
+    """One request in these columns: waiting, chunks with their load-backs, refusals, in flight until it ends."""
     shapes = [_stretch(stretch, recording, columns) for stretch in lane.stretches]
-    shapes += [_refusals(run, recording, columns) for run in _refused_runs(lane)]
-    shapes += [_chunk(answer, lane, recording, columns) for answer in lane.answers if answer.decision.joined]
+    answers = [answer for answer in lane.answers if columns.first <= answer.round_index < columns.end]
+    shapes += [_refusals(run, recording, columns) for run in _refused_runs(answers)]
+    shapes += [_chunk(answer, lane, recording, columns) for answer in answers if answer.decision.joined]
     if lane.ended is not None:
         step, how = lane.ended
-        x = columns.x(recording.steps[step].rounds_before)
-        line = element("line", class_=f"ended {how}", x1=x, x2=x, y1=3, y2=HEIGHT - 3)
-        shapes.append(group(f"{how} {_when(recording, step)}", line))
+        place = recording.steps[step].rounds_before
+        if columns.first <= place <= columns.end:
+            line = element("line", class_=f"ended {how}", x1=columns.x(place), x2=columns.x(place), y1=3, y2=HEIGHT - 3)
+            shapes.append(group(f"{how} {_when(recording, step)}", line))
     return frame(HEIGHT, None, shapes)
 
 
@@ -68,24 +67,26 @@ def _when(recording: Recording, step: int) -> str:
 
 def _stretch(stretch: Stretch, recording: Recording, columns: Columns) -> Html:
     begins = recording.steps[stretch.begins]
-    first = begins.rounds_before + isinstance(begins.event, Round)
     last = len(recording.rounds) if stretch.ends is None else recording.steps[stretch.ends].rounds_before
+    first, last = max(begins.rounds_before + isinstance(begins.event, Round), columns.first), min(last, columns.end)
+    if last <= first:
+        return Html("")
     until = "to the end" if stretch.ends is None else f"until {_when(recording, stretch.ends)}"
     shape = element(
         "rect",
         class_=stretch.kind.replace(" ", "-"),
         x=columns.x(first),
-        width=columns.x(last - first),
+        width=percent(100 * (last - first) / columns.count),
         y=_MIDDLE - 2,
         height=4,
     )
     return group(f"{stretch.kind} from {_when(recording, stretch.begins)} {until}", shape)
 
 
-def _refused_runs(lane: Lane) -> list[list[Answer]]:
+def _refused_runs(answers: Sequence[Answer]) -> list[list[Answer]]:
     """Refusals in neighbouring rounds for the same reason together; a deferral is one without a reason."""
     runs: list[list[Answer]] = []
-    for answer in lane.answers:
+    for answer in answers:
         if answer.decision.joined:
             continue
         last = runs[-1][-1] if runs else None

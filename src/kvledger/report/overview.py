@@ -1,20 +1,22 @@
-"""The time line of a section: two pictures of the pool, the slider that selects a round, and the requests' lanes."""
+"""All that has rounds for columns: two pictures of the pool, the slider that selects a round, the requests' lanes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvledger.report.explanation import Explanation
 from kvledger.report.lane_picture import axis, lane_picture, lane_words
-from kvledger.report.lanes import Lane, lanes_of, with_news
+from kvledger.report.lanes import Lane, with_news
 from kvledger.report.markup import Html, Name, element, join
 from kvledger.report.pool_picture import bin_size, claims_picture, claims_scale, pool_picture
 from kvledger.report.recording import Recording
 from kvledger.report.round_panel import live
+from kvledger.report.svg import MAX_LABELLED_ROUNDS, Columns
 
 LANES_OPEN = 12
 LANES_A_FOLD = 50
 MAX_LANES = 2000
+CLOSE_UP_BEFORE = 3
 
 _CLAIMS = (
     ("baseline", "baseline", "baseline"),
@@ -31,52 +33,68 @@ _LANE_KEYS = (
 )
 
 
-def overview(recording: Recording, explanation: Explanation, first: int, figures: dict[str, object]) -> Html:
-    """All that has a time axis, with the round at `first` selected and `figures` its figures."""
+def overview(recording: Recording, first: int, figures: dict[str, object]) -> Html:
+    """All rounds, with the one at `first` selected and `figures` its figures."""
     size = bin_size(len(recording.rounds))
-    notes = []
+    parts: list[Html] = []
     if size > 1:
         words = (
             f"{len(recording.rounds)} rounds in bars of {size}: a bar shows the tightest round of its {size}, the thin "
             "line in it the range from least to most free + evictable. The slider selects single rounds."
         )
-        notes.append(element("p", words, class_="note", data_part="aggregated"))
-    rare = [name for name in ("held", "lost") if any(getattr(view.pool, name) for view in recording.rounds)]
-    pool = [(name, name, name) for name in ("free", "evictable", *rare, "private", "protected")]
-    return element(
-        "div",
-        *notes,
-        _panel("The pool after each round", pool, figures, recording.pool_tokens, pool_picture(recording), "scale"),
-        _panel(
-            "Promised when decisions ended",
-            _CLAIMS,
-            figures,
-            claims_scale(recording),
-            claims_picture(recording),
-            "scale headroom",
-        ),
-        _row("round", axis(recording), "axis-row"),
-        _controls(recording, first),
-        _lanes(recording, explanation),
-        class_="timeline",
+        parts.append(element("p", words, class_="note", data_part="aggregated"))
+    columns = Columns(len(recording.rounds))
+    return _timeline(columns, *parts, *_pictures(recording, columns, figures), _controls(recording, first))
+
+
+def close_up(recording: Recording, explanation: Explanation, lanes: Sequence[Lane], first: int) -> Html:
+    """The rounds around the one at `first` and the requests that play a part, where all rounds would be too narrow."""
+    count = min(MAX_LABELLED_ROUNDS, len(recording.rounds))
+    start = min(max(0, first - CLOSE_UP_BEFORE), len(recording.rounds) - count)
+    columns = Columns(count, start)
+    news, others = with_news(lanes, explanation.named)
+    busy = [lane for lane in others if any(start <= answer.round_index < start + count for answer in lane.answers)]
+    shown = sorted((news + busy)[:LANES_OPEN], key=lambda lane: lane.submitted)
+    numbers = [recording.rounds[index].record.round for index in (start, start + count - 1)]
+    title = element("h3", f"Rounds {numbers[0]} to {numbers[1]}, close up")
+    return _timeline(
+        columns,
+        title,
+        *_pictures(recording, columns, None),
+        element("ul", *_lanes(shown, recording, columns), class_="lanes"),
     )
 
 
-def _panel(
-    title: str,
-    legend: Iterable[tuple[str, str, str]],
-    figures: dict[str, object],
-    scale: int,
-    picture: Html,
-    kind: str,
-) -> Html:
-    keys = [
-        element("li", element("i", class_=f"key {key}"), f"{words} ", live(name, figures))
-        for key, words, name in legend
+def _timeline(columns: Columns, *parts: Html) -> Html:
+    return element("div", *parts, class_="timeline", data_first=columns.first, data_count=columns.count)
+
+
+def _pictures(recording: Recording, columns: Columns, figures: dict[str, object] | None) -> list[Html]:
+    """Both pictures above their axis; `figures` are put into the legends."""
+    views = recording.rounds[columns.first : columns.end]
+    rare = [name for name in ("held", "lost") if any(getattr(view.pool, name) for view in recording.rounds)]
+    pool = [(name, name, name) for name in ("free", "evictable", *rare, "private", "protected")]
+    claims = claims_picture(recording, views), claims_scale(recording, views)
+    return [
+        _panel_head("The pool after each round", pool, figures),
+        _scaled(pool_picture(recording, views), recording.pool_tokens, "scale"),
+        _panel_head("Promised when decisions ended", _CLAIMS, figures),
+        _scaled(*claims, "scale headroom"),
+        _row("round", axis(recording, columns), "axis-row"),
     ]
-    head = element("div", element("h3", title), element("ul", *keys, class_="legend"), class_="panel-head")
-    ends = join([element("span", scale), element("span", "0")])
-    return join([head, _row(ends, picture, kind)])
+
+
+def _panel_head(title: str, legend: Iterable[tuple[str, str, str]], figures: dict[str, object] | None) -> Html:
+    keys = [
+        element("li", element("i", class_=f"key {key}"), words, *([" ", live(name, figures)] if figures else []))
+        for key, words, name in legend
+        if figures or key != "needed"
+    ]
+    return element("div", element("h3", title), element("ul", *keys, class_="legend"), class_="panel-head")
+
+
+def _scaled(picture: Html, top: int, kind: str) -> Html:
+    return _row(join([element("span", top), element("span", "0")]), picture, kind)
 
 
 def _row(label: Html | str, picture: Html, kind: str) -> Html:
@@ -105,35 +123,43 @@ def _controls(recording: Recording, first: int) -> Html:
 # --- the lanes
 
 
-def _lanes(recording: Recording, explanation: Explanation) -> Html:
-    lanes = lanes_of(recording)
-    if len(lanes) <= LANES_OPEN:
-        shown, others = lanes, list[Lane]()
-    else:
-        shown, others = with_news(lanes, explanation.named)
-        others = shown[LANES_OPEN:] + others
-        shown = shown[:LANES_OPEN]
+def requests(recording: Recording, explanation: Explanation, lanes: Sequence[Lane]) -> Html:
+    """Every request's lane over all rounds: a few, or those that play a part, and the others folded."""
+    shown, others = list(lanes), list[Lane]()
+    if len(shown) > LANES_OPEN:
+        news, others = with_news(lanes, explanation.named)
+        shown, others = news[:LANES_OPEN], news[LANES_OPEN:] + others
+    columns = Columns(len(recording.rounds))
     keys = [element("li", element("i", class_=f"key {key}"), words) for key, words in _LANE_KEYS]
     parts = [
         element("div", element("h3", "Requests"), element("ul", *keys, class_="legend"), class_="panel-head"),
-        element("ul", *(_lane(lane, recording) for lane in shown), class_="lanes"),
+        element("ul", *_lanes(shown, recording, columns), class_="lanes"),
     ]
     drawn = others[:MAX_LANES]
     for start in range(0, len(drawn), LANES_A_FOLD):
         fold = drawn[start : start + LANES_A_FOLD]
-        title = f"{len(fold)} more: {Name(fold[0].request).short} to {Name(fold[-1].request).short}"
-        rows = element("ul", *(_lane(lane, recording) for lane in fold), class_="lanes")
-        parts.append(element("details", element("summary", element("bdi", title)), rows, class_="fold"))
+        ends = [Name(lane.request) for lane in (fold[0], fold[-1])]
+        title = element("summary", f"{len(fold)} more: ", ends[0], " to ", ends[1])
+        parts.append(
+            element("details", title, element("ul", *_lanes(fold, recording, columns), class_="lanes"), class_="fold")
+        )
     if len(others) > len(drawn):
         parts.append(element("p", f"{len(others) - len(drawn)} more requests are not drawn.", class_="note"))
-    return join(parts)
+    return _timeline(columns, *parts)
 
 
-def _lane(lane: Lane, recording: Recording) -> Html:
-    words = element("span", lane_words(lane, recording), class_="unseen")
-    return element(
-        "li",
-        element("div", Name(lane.request), class_="label"),
-        element("div", lane_picture(lane, recording), words, class_="track"),
-        class_="row",
-    )
+def _lanes(lanes: Iterable[Lane], recording: Recording, columns: Columns) -> list[Html]:
+    return [
+        element(
+            "li",
+            element("div", Name(lane.request), class_="label"),
+            element(
+                "div",
+                lane_picture(lane, recording, columns),
+                element("span", lane_words(lane, recording), class_="unseen"),
+                class_="track",
+            ),
+            class_="row",
+        )
+        for lane in lanes
+    ]

@@ -46,13 +46,14 @@ class Section {
       this.select(this.selected + Number(button.dataset.go));
     } else {
       const track = event.target.closest(".track");
-      if (track) this.select(Math.floor((this.data.rounds.length * this.across(event, track))));
+      if (track) this.select(this.roundAt(event, track));
     }
   }
 
-  across(event, track) {
+  roundAt(event, track) {
+    const { first, count } = track.closest(".timeline").dataset;
     const box = track.getBoundingClientRect();
-    return (event.clientX - box.left) / box.width;
+    return Number(first) + Math.floor((count * (event.clientX - box.left)) / box.width);
   }
 
   part(name) {
@@ -69,8 +70,12 @@ class Section {
     this.slider.value = index;
     this.slider.setAttribute("aria-valuetext", `round ${round.n} of ${this.data.rounds[last].n}`);
     // the column that the style sheet marks in every picture
-    this.root.style.setProperty("--selected", index / (last + 1));
-    this.root.style.setProperty("--columns", last + 1);
+    for (const timeline of this.root.querySelectorAll(".timeline")) {
+      const { first, count } = timeline.dataset;
+      timeline.style.setProperty("--selected", (index - first) / count);
+      timeline.style.setProperty("--columns", count);
+      timeline.classList.toggle("elsewhere", index < Number(first) || index >= Number(first) + Number(count));
+    }
     for (const node of this.root.querySelectorAll("[data-part=number]")) node.textContent = round.n;
     for (const node of this.root.querySelectorAll("[data-f]")) {
       node.textContent = figure(round.f[this.data.keys.indexOf(node.dataset.f)]);

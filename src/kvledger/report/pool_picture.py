@@ -84,9 +84,9 @@ def bins_of(views: Sequence[RoundView]) -> list[Bin]:
 # --- the pool
 
 
-def pool_picture(recording: Recording) -> Html:
+def pool_picture(recording: Recording, views: Sequence[RoundView]) -> Html:
     """The pool after each round, stacked; for a bin also a line from its least to its most free + evictable."""
-    bins = bins_of(recording.rounds)
+    bins = bins_of(views)
     columns = Columns(len(bins))
     bars = [
         _pool_bar(each, columns.bar(index), columns.x(index + 0.5), recording.pool_tokens)
@@ -114,16 +114,16 @@ def _span(values: Sequence[int]) -> str:
 # --- what is promised of it
 
 
-def claims_scale(recording: Recording) -> int:
+def claims_scale(recording: Recording, views: Sequence[RoundView]) -> int:
     """The top of the picture of claims, in tokens."""
-    views = [each.tightest for each in bins_of(recording.rounds)]
-    return max([1, *(max(claims_of(view, recording.page_size).tokens, view.record.baseline) for view in views)])
+    drawn = [each.tightest for each in bins_of(views)]
+    return max([1, *(max(claims_of(view, recording.page_size).tokens, view.record.baseline) for view in drawn)])
 
 
-def claims_picture(recording: Recording) -> Html:
+def claims_picture(recording: Recording, views: Sequence[RoundView]) -> Html:
     """What each round's decisions laid claim to, against the baseline that they had."""
-    bins = bins_of(recording.rounds)
-    columns, scale = Columns(len(bins)), _Scale(CLAIMS_HEIGHT, HEADROOM, claims_scale(recording))
+    bins = bins_of(views)
+    columns, scale = Columns(len(bins)), _Scale(CLAIMS_HEIGHT, HEADROOM, claims_scale(recording, views))
     bars = [_claims_bar(each, recording.page_size, scale, columns, index) for index, each in enumerate(bins)]
     label = "What was promised when each round's decisions ended, against free + evictable"
     return frame(CLAIMS_HEIGHT, label, bars)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from kvledger.report.explanation import Explanation, counted, explain
+from kvledger.report.lanes import lanes_of
 from kvledger.report.markup import Html, element, script_json, sentence
-from kvledger.report.overview import overview
+from kvledger.report.overview import close_up, overview, requests
 from kvledger.report.plain import plain
 from kvledger.report.recording import Recording
 from kvledger.report.round_data import FIGURES, Names, round_data
 from kvledger.report.round_panel import round_panel
+from kvledger.report.svg import MAX_SPACED_COLUMNS
 from kvledger.report.tables import all_rounds, broken_list, facts, trace_text
 
 TITLE_COLUMNS = 300
@@ -30,8 +32,15 @@ def section(recording: Recording, number: int) -> Html:
     ]
     if rounds:
         figures = dict(zip(FIGURES, rounds[first]["f"], strict=True))
-        parts.append(overview(recording, explanation, first, figures))
-        parts.append(round_panel(rounds[first], rounds[-1]["n"], names.raw, shows_ledger=recording.shows_ledger))
+        lanes = lanes_of(recording)
+        pictures = overview(recording, first, figures)
+        panel = round_panel(rounds[first], rounds[-1]["n"], names.raw, shows_ledger=recording.shows_ledger)
+        strips = requests(recording, explanation, lanes)
+        if len(rounds) <= MAX_SPACED_COLUMNS:
+            parts += [pictures, strips, panel]
+        else:
+            news = [close_up(recording, explanation, lanes, first)] if outcome.verdict != "ok" else []
+            parts += [*news, pictures, panel, strips]
     parts += [
         broken_list(recording, places),
         facts(recording),

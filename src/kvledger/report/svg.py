@@ -18,9 +18,10 @@ MAX_COLUMNS_ON_A_PHONE = 5
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Where each of `count` columns stands; many of them have no gap between them."""
+    """Where each of `count` columns from number `first` on stands; many of them have no gap between them."""
 
     count: int
+    first: int = 0
 
     @property
     def labelled(self) -> bool:
@@ -31,13 +32,17 @@ class Columns:
         """Figures in many columns are left out where the screen is narrow."""
         return "" if self.count <= MAX_COLUMNS_ON_A_PHONE else " wide"
 
+    @property
+    def end(self) -> int:
+        return self.first + self.count
+
     def x(self, column: float) -> str:
-        return percent(100 * column / max(1, self.count))
+        return percent(100 * (column - self.first) / max(1, self.count))
 
     def bar(self, first: int, columns: int = 1) -> dict[str, str]:
         """The x and width of a bar over so many columns."""
         gap = 0.12 if self.count <= MAX_SPACED_COLUMNS else 0
-        return {"x": self.x(first + gap / 2), "width": self.x(columns - gap)}
+        return {"x": self.x(first + gap / 2), "width": percent(100 * (columns - gap) / max(1, self.count))}
 
 
 def frame(height: int, label: str | None, parts: Sequence[Html], **attributes: str) -> Html:
