@@ -31,24 +31,28 @@ def outputs_kernel(
     before = tl.minimum(base - first_token, WIDTH).to(
         tl.int32
     )  # tokens of the span before lane 0, as far as they count
+    # tokens of the span before lane 0, as far as they count; negative where lane 0 is dead
+    before = tl.minimum(base - first_token, WIDTH).to(tl.int32)
+    windowed = (source >= 0) & (before < WIDTH - 1)
     rows = tl.arange(0, CHUNK)
     cols = tl.program_id(1) * BC + tl.arange(0, BC)
     live = ((rows >= low) & (rows < high))[:, None] & (cols < C)[None, :]
+    tile = rows[:, None] * C + cols[None, :]
+    window = windows + source * window_stride + before * C
     total = tl.zeros([CHUNK, BC], tl.float32)
     for tap in tl.static_range(WIDTH):
-        lane = rows - (WIDTH - 1 - tap)
-        old = (before + lane < 0)[:, None]
-        value = tl.load(x + base * C + lane[:, None] * C + cols[None, :], mask=live & ~old, other=0.0).to(tl.float32)
-        if source >= 0:
-            row = windows + source * window_stride + (before + lane + (WIDTH - 1))[:, None] * C + cols[None, :]
-            value += tl.load(row, mask=live & old, other=0.0).to(tl.float32)
+        new = live & (rows >= (WIDTH - 1 - tap) - before)[:, None]
+        value = tl.load(x + (base - (WIDTH - 1 - tap)) * C + tile, mask=new, other=0.0).to(tl.float32)
+        if windowed:
+            old = live & (rows < (WIDTH - 1 - tap) - before)[:, None]
+            value += tl.load(window + tap * C + tile, mask=old, other=0.0).to(tl.float32)
         factor = tl.load(weight + cols * WIDTH + tap, mask=cols < C, other=0.0).to(tl.float32)
         total += value * factor[None, :]
     if BIAS:
         total += tl.load(bias + cols, mask=cols < C, other=0.0).to(tl.float32)[None, :]
     if SILU:
         total = total / (1.0 + tl.exp(-total))
-    tl.store(out + base * C + rows[:, None] * C + cols[None, :], total.to(out.dtype.element_ty), mask=live)
+    tl.store(out + base * C + tile, total.to(out.dtype.element_ty), mask=live)
 
 
 @triton.jit

@@ -26,18 +26,9 @@ from kvledger.kernels.state_plan import CHUNK, StateSlots, plan_chunks
 
 
 @triton.jit
-def gate_of(raw, rate, bias, lower_bound, BOUNDED: tl.constexpr):
-    """Log decay per token and key channel from the raw gate."""
-    x = raw + bias
-    if BOUNDED:
-        return lower_bound / (1.0 + tl.exp(-rate * x))
-    return -rate * (tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x))))
-
-
-@triton.jit
 def pair_products(
-    q, k, g, dt_bias, corner, head, live, rate, lower_bound,
-    H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, CHUNK: tl.constexpr, BOUNDED: tl.constexpr,
+    q, k, g, dt_bias, corner, head, live, rate,
+    H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BJ: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Sums over K of k_i k_j e^(G_i - G_j) and of q_i k_j e^(G_i - G_j), q and k as they are in memory.
 
@@ -54,7 +45,9 @@ def pair_products(
         key = tl.load(k + corner + offset, mask=mask, other=0.0).to(tl.float32)
         raw = tl.load(g + corner + offset, mask=mask, other=0.0).to(tl.float32)
         bias = tl.load(dt_bias + head * K + cols, mask=cols < K, other=0.0)[None, :]
-        total = tl.cumsum(tl.where(mask, gate_of(raw, rate, bias, lower_bound, BOUNDED), 0.0), 0)
+        drive = raw + bias
+        log_decay = -rate * (tl.maximum(drive, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(drive))))
+        total = tl.cumsum(tl.where(mask, log_decay, 0.0), 0)
         decayed = key[None, :, :] * tl.exp(tl.minimum(total[:, None, :] - total[None, :, :], 0.0))
         kk += tl.sum(key[:, None, :] * decayed, 2)
         qk += tl.sum(query[:, None, :] * decayed, 2)
@@ -81,7 +74,12 @@ def terms_kernel(
     rate = tl.exp(tl.load(a_log + head))
     bias = tl.load(dt_bias + head * K + cols, mask=cols < K, other=0.0)[None, :]
     raw = tl.load(g + corner + offset, mask=mask, other=0.0).to(tl.float32)
-    total = tl.cumsum(tl.where(mask, gate_of(raw, rate, bias, lower_bound, BOUNDED), 0.0), 0)
+    drive = raw + bias
+    if BOUNDED:
+        log_decay = lower_bound / (1.0 + tl.exp(-rate * drive))
+    else:
+        log_decay = -rate * (tl.maximum(drive, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(drive))))
+    total = tl.cumsum(tl.where(mask, log_decay, 0.0), 0)
     last = tl.sum(tl.where((rows == CHUNK - 1)[:, None], total, 0.0), 0)
 
     key = tl.load(k + corner + offset, mask=mask, other=0.0).to(tl.float32)
@@ -99,7 +97,7 @@ def terms_kernel(
         qk = tl.dot(qd, tl.trans(ki), input_precision=PRECISION)
         kr = ki * tl.exp(last)[None, :]
     else:
-        kk, qk = pair_products(q, k, g, dt_bias, corner, head, live, rate, lower_bound, H, K, BK, BJ, CHUNK, BOUNDED)
+        kk, qk = pair_products(q, k, g, dt_bias, corner, head, live, rate, H, K, BK, BJ, CHUNK)
         kk = kk * key_norm[:, None] * key_norm[None, :]
         qk = qk * query_norm[:, None] * key_norm[None, :]
         kr = key * tl.exp(last[None, :] - total)
@@ -209,7 +207,7 @@ def terms_launch(call: KdaCall, workspace: dict[str, torch.Tensor]) -> Launch:
     args |= {
         "lower_bound": call.lower_bound or 0.0,
         "BK": block_k,
-        "BJ": 16,
+        "BJ": block_k if interprets() else 16,
         "CHUNK": CHUNK,
         "BOUNDED": call.lower_bound is not None,
         "PRECISION": "tf32" if low_precision(call) else "ieee",

@@ -65,6 +65,7 @@ MUTANTS = (
         "keys[: chunk.end] = pages[chunk.pages.to(pages.device)].reshape(-1, width)[: chunk.end].float()",
         "rows = pages[chunk.pages.to(pages.device)].reshape(-1, width)[:padded].float(); keys[: len(rows)] = rows",
         EXACT,
+        UNUSED,
     ),
     _mutant(
         "table row of another request",
@@ -73,6 +74,14 @@ MUTANTS = (
         "pages[plan.sequences[0].pages[torch.arange(len(chunk.pages)) % len(plan.sequences[0].pages)]]",
         EXACT,
         COMPANY,
+    ),
+    _mutant(
+        "pages in the order of their numbers",
+        "mla_torch",
+        "pages[chunk.pages.to(pages.device)]",
+        "pages[chunk.pages.sort().values]",
+        EXACT,
+        NUMBERS,
     ),
     _mutant(
         "wrong page",
@@ -134,6 +143,7 @@ MUTANTS = (
         "exists = key_position < stop\n",
         "exists = key_position < (stop + PAGE_SIZE - 1) // PAGE_SIZE * PAGE_SIZE\n",
         EXACT,
+        UNUSED,
         POISON,
     ),
     _mutant(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvledger.diagnose import Diagnosis, diagnose
+from kvledger.diagnose import Diagnosis, diagnosis_of
 from kvledger.diagnose_promise import BrokenPromise, Spending, find_breach
 from kvledger.invariants import INVARIANTS
 from kvledger.record import AllocationFailure
@@ -14,7 +14,7 @@ from kvledger.report.markup import Name, Words, message_words
 from kvledger.report.recording import Recording
 from kvledger.report.waterfall import missing_tails
 
-MAX_ROUNDS_DIAGNOSED = 100
+MAX_ROUNDS_DIAGNOSED = 300
 """A diagnosis replays the trace hundreds of times; a page that is wanted at once cannot wait for it on a longer one."""
 SPENDINGS_SHOWN = 4
 
@@ -74,8 +74,7 @@ def explain(recording: Recording) -> Explanation:
 def _diagnosis(recording: Recording) -> Diagnosis | None:
     if len(recording.rounds) > MAX_ROUNDS_DIAGNOSED:
         return None
-    history = recording.history
-    return diagnose(recording.trace, history.rules, history.target, source=recording.replayed.source)
+    return diagnosis_of(recording.history)
 
 
 # --- how it ended
@@ -175,15 +174,17 @@ def _diagnosed(diagnosis: Diagnosis) -> list[Words]:
     point, searched = diagnosis.point_of_no_return, diagnosis.searched
     if point is not None:
         limits = "" if searched.complete else ", as far as the search's limits let it look"
+        failed = diagnosis.outcome.failure is not None or diagnosis.outcome.stuck is not None
+        early = "" if failed else ", unless transfers come early, as they did"
         tried = f"{counted(searched.continuations, 'continuation')} tried{limits}"
         details.append(
             [
                 f"Too late from round {point.round} on: after ",
                 Name(point.request),
-                f" was {_DECIDED.get(point.kind, point.kind)}, no fair continuation keeps every promise ({tried}).",
+                f" was {_DECIDED.get(point.kind, point.kind)}, no fair continuation keeps every promise{early} ({tried}).",
             ]
         )
-    elif diagnosis.broken_promise is not None:
+    elif diagnosis.broken_promise is not None and searched.continuations:
         details.append(["The promises could still have been kept to the end: there is no point of no return."])
     if diagnosis.avoided_by is None:
         details.append(["No change of one or two of the rules' switches makes this trace end ok."])

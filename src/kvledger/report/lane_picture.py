@@ -131,7 +131,7 @@ def _chunk(answer: Answer, lane: Lane, recording: Recording, columns: Columns) -
         middle = columns.x(answer.round_index + 0.5)
         y = _MIDDLE + 4 + (_STRIP // 2 if decision.load_back else 0) - (_STRIP // 2 if missing else 0)
         shapes.append(element("text", decision.tokens, class_=f"on {kind}{columns.label_class}", x=middle, y=y))
-        if decision.load_back:
+        if decision.load_back and not columns.label_class:
             words = f"load-back {decision.load_back}"
             shapes.append(element("text", words, class_="on load-back wide", x=middle, y=_STRIP))
     words = f"{decision.kind}: {decision.start}..{decision.end} ({decision.tokens})"

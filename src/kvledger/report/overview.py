@@ -138,8 +138,8 @@ def requests(recording: Recording, explanation: Explanation, lanes: Sequence[Lan
     drawn = others[:MAX_LANES]
     for start in range(0, len(drawn), LANES_A_FOLD):
         fold = drawn[start : start + LANES_A_FOLD]
-        ends = [Name(lane.request) for lane in (fold[0], fold[-1])]
-        title = element("summary", f"{len(fold)} more: ", ends[0], " to ", ends[1])
+        last = [" to ", Name(fold[-1].request)] if len(fold) > 1 else []
+        title = element("summary", f"{len(fold)} more: ", Name(fold[0].request), *last)
         parts.append(
             element("details", title, element("ul", *_lanes(fold, recording, columns), class_="lanes"), class_="fold")
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvledger.diagnose_history import History, Moment, _Witness
+from kvledger.diagnose_history import History, Moment, Witness, history_of
 from kvledger.node import NodeSettings, PrefillNode
 from kvledger.record import RoundRecord, Snapshot
 from kvledger.replay import Outcome, Target, TargetFactory, replay
@@ -96,7 +96,7 @@ class Recording:
         return "offsets" in self.capabilities
 
 
-class _Recorder(_Witness):
+class _Recorder(Witness):
     """Judges and keeps what a witness does, and where the pool's slots are after every step."""
 
     def __init__(self) -> None:
@@ -143,18 +143,8 @@ def record(
         recorder.start,
         tuple(rounds),
         tuple(steps),
-        _history(recorder, trace, rules, target, outcome),
+        history_of(recorder, trace, rules, target, outcome),
     )
-
-
-def _history(
-    recorder: _Recorder, trace: Trace, rules: AccountingRules, target: TargetFactory, outcome: Outcome
-) -> History:
-    """What `diagnose_history.watch` would return, without a second replay."""
-    steps, moments = recorder.steps, recorder.moments
-    if outcome.failure is None and recorder.until_stuck is not None:
-        steps, moments = steps[: recorder.until_stuck[0]], moments[: recorder.until_stuck[1]]
-    return History(trace, rules, target, outcome, tuple(steps), tuple(moments))
 
 
 class _Surroundings:

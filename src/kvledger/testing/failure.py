@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from kvledger.replay import TargetFactory
 from kvledger.report.explained import explanation_lines
 from kvledger.shrink import NothingToShrink, Shrunk, shrink
 from kvledger.testing.fixtures import save_fixture
-from kvledger.testing.machine import InvariantBroken
 from kvledger.trace import Trace
 
 
@@ -23,13 +21,6 @@ class Failure:
     invariant: str
     path: Path
     lines: tuple[str, ...]
-
-
-def explain_failure(error: InvariantBroken, folder: str | os.PathLike[str]) -> Failure:
-    """What a broken invariant of the state machine comes down to; its fixture is in `folder`."""
-    machine = error.machine
-    broken = machine.monitor.broken[0]
-    return explain_trace(machine.trace(), broken.invariant, folder, machine.under_test.target)
 
 
 def explain_trace(trace: Trace, invariant: str, folder: str | os.PathLike[str], target: TargetFactory) -> Failure:
@@ -51,11 +42,3 @@ def _shrunk(trace: Trace, invariant: str, target: TargetFactory) -> tuple[Trace,
         return trace, "The trace alone does not show it again: is something left over between examples?"
     tried = f"{shrunk.evaluations:,} replays"
     return shrunk.trace, f"Shrunk from {len(trace.events)} events to {len(shrunk.trace.events)} in {tried}."
-
-
-def write_report(fixtures: Sequence[str], page: str | os.PathLike[str]) -> None:
-    """The fixtures as one HTML page."""
-    from kvledger.report.html import write_page
-    from kvledger.trace import load
-
-    write_page([(path, load(path)) for path in fixtures], page)

@@ -70,9 +70,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     machine = sys.modules.get("kvledger.testing.machine")
     if machine is None or call.excinfo is None or not isinstance(call.excinfo.value, machine.InvariantBroken):
         return report
-    from kvledger.testing.failure import explain_failure
+    from kvledger.testing.failure import explain_trace
 
-    failure = explain_failure(call.excinfo.value, _save_folder(item.config))
+    run = call.excinfo.value.machine
+    invariant = run.monitor.broken[0].invariant
+    failure = explain_trace(run.trace(), invariant, _save_folder(item.config), run.under_test.target)
     report.user_properties.append(("kvledger_fixture", str(failure.path)))
     report.user_properties.append(("kvledger_invariant", failure.invariant))
     if item.config.getoption("verbose") < 1:
@@ -101,9 +103,13 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(line)
     page = config.getoption("--kvledger-report")
     if page and fixtures:
-        from kvledger.testing.failure import write_report
+        from kvledger.report.html import page as html_page
+        from kvledger.report.recording import record
+        from kvledger.report.saving import write_whole
+        from kvledger.trace import load
 
-        write_report(fixtures, page)
+        recordings = [record(load(path), None, target=SESSION.target, source=path) for path in fixtures]
+        write_whole(page, [html_page(recordings)])
         terminalreporter.write_line(f"report: {page}")
 
 
