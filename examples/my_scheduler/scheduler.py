@@ -37,11 +37,11 @@ class Scheduler:
             end = self._chunk_end(job, budget)
             batch.append((job, end))
             budget -= end - job.done
-            promised += end - job.done
+            promised += self._new_pages(job, end)
         cut = any(end < job.tokens for job, end in batch)
         while self.queue and budget >= self.page:
             job = self.queue[0]
-            if job.tokens + self.page >= self.free_pages * self.page - promised:
+            if self._new_pages(job, job.tokens) >= self.free_pages - promised:
                 break
             end = self._chunk_end(job, budget)
             if end < job.tokens and cut:
@@ -49,7 +49,7 @@ class Scheduler:
             cut = cut or end < job.tokens
             batch.append((self.queue.popleft(), end))
             budget -= end
-            promised += end  # the hole: of a cut prompt, only this chunk is written down
+            promised += self._new_pages(job, end)  # the hole: of a cut prompt, only this chunk is written down
         return [self._run(job, end) for job, end in batch]
 
     def _chunk_end(self, job: Job, budget: int) -> int:
@@ -57,8 +57,11 @@ class Scheduler:
         aligned = end // self.grid * self.grid
         return end if end == job.tokens or aligned <= job.done else aligned
 
+    def _new_pages(self, job: Job, end: int) -> int:
+        return -(-end // self.page) - job.pages
+
     def _run(self, job: Job, end: int) -> tuple[str, int, int]:
-        pages = -(-end // self.page) - job.pages
+        pages = self._new_pages(job, end)
         if pages > self.free_pages:
             raise MemoryError(f"{job.name} needs {pages} pages, {self.free_pages} are free")
         self.free_pages -= pages

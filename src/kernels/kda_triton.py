@@ -207,7 +207,7 @@ def terms_launch(call: KdaCall, workspace: dict[str, torch.Tensor]) -> Launch:
     args |= {
         "lower_bound": call.lower_bound or 0.0,
         "BK": block_k,
-        "BJ": block_k if interprets() else 16,
+        "BJ": min(block_k, 32 if interprets() else 16),
         "CHUNK": CHUNK,
         "BOUNDED": call.lower_bound is not None,
         "PRECISION": "tf32" if low_precision(call) else "ieee",

@@ -50,7 +50,7 @@ def page_copy(
     Lists on the host. Refused: different lengths, a number outside its pool, a destination twice, and, within one pool,
     a page that is both source and destination (the outcome would hang on the order). On CUDA the copy runs on the
     current stream and the host does not wait, if the host pool is pinned: leave both pools alone until the ticket is
-    done. ``engine``: one kernel for the whole list, or a memcpy per run of neighbours (all that unpinned memory allows).
+    done. ``engine``: one kernel for the whole list, or a memcpy per run of neighbours (the way for unpinned memory).
     """
     if src_pool.dtype != dst_pool.dtype or src_pool.shape[1:] != dst_pool.shape[1:]:
         raise ValueError(

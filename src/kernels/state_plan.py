@@ -148,33 +148,38 @@ def _table(rows: Iterable[tuple[int, ...]], device: torch.device) -> torch.Tenso
 
 @lru_cache(maxsize=32)
 def plan_chunks(lengths: tuple[int, ...], slots: StateSlots) -> ChunkPlan:
-    """Cut sequences of `lengths` tokens, concatenated, into sub-chunks aligned to their requests' positions."""
+    """Cut sequences of `lengths` tokens, concatenated, into sub-chunks; kept, so that all layers of a step share it."""
     spans: list[Span] = []
     chunks: list[tuple[int, int, int, int, int]] = []
-    token = 0
     for index, tokens in enumerate(lengths):
-        start = slots.starts[index]
-        points = grid_points(start, tokens, slots.grid)
-        row = slots.checkpoints[index] if slots.checkpoints else (NO_SLOT,) * len(points)
-        saves = {point: slot for point, slot in zip(points, row, strict=True) if slot != NO_SLOT}
-        first_chunk = len(chunks)
-        for position in range(start // CHUNK * CHUNK, start + tokens, CHUNK) if tokens else ():
-            low, high = max(start - position, 0), min(start + tokens - position, CHUNK)
-            save = saves.get(position + CHUNK, NO_SLOT)
-            chunks.append((token + position - start, low, high, save, index))
-        spans.append(
-            Span(
-                token,
-                tokens,
-                first_chunk,
-                len(chunks) - first_chunk,
-                slots.sources[index],
-                slots.destinations[index],
-                tuple((point - start, slot) for point, slot in saves.items()),
-            )
-        )
-        token += tokens
+        first_token = spans[-1].first_token + spans[-1].tokens if spans else 0
+        saves = checkpoint_saves(slots, index, tokens)
+        own = cut_span(slots.starts[index], tokens, saves, first_token, index)
+        source, destination = slots.sources[index], slots.destinations[index]
+        spans.append(Span(first_token, tokens, len(chunks), len(own), source, destination, saves))
+        chunks.extend(own)
     return ChunkPlan(tuple(spans), tuple(chunks))
+
+
+def checkpoint_saves(slots: StateSlots, index: int, tokens: int) -> tuple[tuple[int, int], ...]:
+    """Checkpoints that sequence `index` keeps: tokens of the call before each, and its slot."""
+    start = slots.starts[index]
+    points = grid_points(start, tokens, slots.grid)
+    row = slots.checkpoints[index] if slots.checkpoints else (NO_SLOT,) * len(points)
+    return tuple((point - start, slot) for point, slot in zip(points, row, strict=True) if slot != NO_SLOT)
+
+
+def cut_span(
+    start: int, tokens: int, saves: tuple[tuple[int, int], ...], first_token: int, index: int
+) -> list[tuple[int, int, int, int, int]]:
+    """Rows of `ChunkPlan.chunks` for one sequence whose first token is at `start` in its request."""
+    chunks = []
+    after = dict(saves)
+    for position in range(start // CHUNK * CHUNK, start + tokens, CHUNK) if tokens else ():
+        low, high = max(start - position, 0), min(start + tokens - position, CHUNK)
+        save = after.get(position + CHUNK - start, NO_SLOT)
+        chunks.append((first_token + position - start, low, high, save, index))
+    return chunks
 
 
 def sequence_lengths(

@@ -115,9 +115,6 @@ class Witness(InvariantMonitor):
             self._leaked_pages = _ownerless_pages(self.evidence.after)
 
 
-_Witness = Witness
-
-
 def _ownerless_pages(s: Snapshot) -> int:
     """Pages that are neither free nor anybody's; below zero if some are counted twice."""
     private_pages = sum(len(request.pages) - request.shared_pages for request in s.live)

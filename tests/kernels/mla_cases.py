@@ -123,13 +123,14 @@ def run(
     case: Case, memory: Memory, *, backend: Backend = "torch", block: tuple[int, int] | None = None
 ) -> torch.Tensor:
     plan = plan_prefill(memory.pages, memory.page_table, case.cu_seqlens, case.starts, backend=backend, block=block)
-    return mla_prefill(case.q, memory.pages, plan, scale=case.scale, rank=case.rank)
+    out: torch.Tensor = mla_prefill(case.q, memory.pages, plan, scale=case.scale, rank=case.rank)
+    return out
 
 
 def reference(case: Case, memory: Memory) -> torch.Tensor:
-    return reference_prefill(
-        case.q, memory.pages, memory.tables, list(case.lengths), list(case.starts), case.scale, case.rank
-    )
+    lengths, starts = list(case.lengths), list(case.starts)
+    out: torch.Tensor = reference_prefill(case.q, memory.pages, memory.tables, lengths, starts, case.scale, case.rank)
+    return out
 
 
 def words(tensor: torch.Tensor) -> torch.Tensor:

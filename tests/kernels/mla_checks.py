@@ -80,7 +80,9 @@ def _part(case: Case, memory: Memory, n: int, start: int, end: int, backend: Bac
     plan = plan_prefill(
         memory.pages, memory.page_table[n : n + 1], [0, end - start], [start], backend=backend, block=BLOCK
     )
-    return mla_prefill(case.queries[n][start:end], memory.pages, plan, scale=case.scale, rank=case.rank)
+    q = case.queries[n][start:end]
+    out: torch.Tensor = mla_prefill(q, memory.pages, plan, scale=case.scale, rank=case.rank)
+    return out
 
 
 LAYERED = Case((19, 0, 1, 33), (13, 3, 16, 0), heads=1, layers=3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from kvledger.rules import AccountingRules
 from kvledger.trace import Abort, Cached, Drain, Event, Hold, Round, Submit, Trace, Transferred
 from tests.unit.builders import INCIDENT, INCIDENT_NODE, node_settings, prompt
 
@@ -83,3 +84,30 @@ def long_trace(
             events.append(Abort(waiting_for.pop()))
     node = node_settings(max_prefill_tokens=16384, pool_tokens=LONG_POOL_TOKENS, host_tokens=262144)
     return Trace(node, rules, (*events, *last), f"{requests} requests over {rounds} rounds")
+
+
+SMALL = Trace(
+    node_settings(pool_tokens=4096),
+    "upstream",
+    (
+        Submit("a", prompt(("a", 1000))),
+        Submit("b", prompt(("b", 2000))),
+        Submit("big", prompt(("big", 4096))),
+        Submit("late", prompt(("late", 3000))),
+        Hold("h", 100),
+        Round(),
+        Transferred("a"),
+        Transferred("late"),
+        Abort("b"),
+        Abort("b"),
+        Drain(),
+    ),
+)
+CASES = {
+    "incident": INCIDENT_TRACE,
+    "incident upstream": INCIDENT_TRACE.with_rules("upstream"),
+    "incident fixed": INCIDENT_TRACE.with_rules("tail-reserved"),
+    "hostile": hostile_trace(),
+    "small": SMALL,
+    "deferring": INCIDENT_TRACE.with_rules(AccountingRules(on_shortage="defer")),
+}

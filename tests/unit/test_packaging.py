@@ -26,7 +26,7 @@ ORDER = (
     *("request", "pool", "radix", "record", "occupancy", "views", "node"),
     *("trace", "replay", "evidence", "invariants", "monitor", "shrink", "diagnose"),
 )
-# A helper stands just left of the one module that may import it.
+# A helper stands just left of the one module that may import it, among its siblings in this order.
 HELPERS = {
     "checks_decision": "invariants",
     "checks_state": "invariants",
@@ -178,7 +178,8 @@ def misplaced_imports(module: str, source: str) -> list[str]:
 
 def may_import(module: str) -> set[str]:
     if module in HELPERS:
-        return set(ORDER[: ORDER.index(HELPERS[module])])
+        siblings = [helper for helper, user in HELPERS.items() if user == HELPERS[module]]
+        return {*ORDER[: ORDER.index(HELPERS[module])], *siblings[: siblings.index(module)]}
     helpers = {helper for helper, user in HELPERS.items() if user == module}
     return helpers | set(ORDER[: ORDER.index(module)])
 

@@ -181,7 +181,8 @@ def _diagnosed(diagnosis: Diagnosis) -> list[Words]:
             [
                 f"Too late from round {point.round} on: after ",
                 Name(point.request),
-                f" was {_DECIDED.get(point.kind, point.kind)}, no fair continuation keeps every promise{early} ({tried}).",
+                f" was {_DECIDED.get(point.kind, point.kind)}, ",
+                f"no fair continuation keeps every promise{early} ({tried}).",
             ]
         )
     elif diagnosis.broken_promise is not None and searched.continuations:

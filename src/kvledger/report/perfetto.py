@@ -176,7 +176,8 @@ def _broken(recording: Recording, clock: _Clock) -> Iterator[Event]:
 
 
 def _counters(recording: Recording, clock: _Clock) -> Iterator[Event]:
-    yield from _pool_counters(recording.start, recording.start.baseline, 0)
+    knows_needs = "promises-covered" not in recording.replayed.skipped
+    yield from _pool_counters(recording.start, recording.start.baseline if knows_needs else None, 0)
     for index, step in enumerate(recording.steps):
         if not isinstance(step.event, Round):
             yield from _pool_counters(step.pool, step.slack, clock.event(index))

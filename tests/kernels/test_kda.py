@@ -1,0 +1,378 @@
+"""KDA against float64, every token, and against itself, bit for bit: on torch at length, in the interpreter briefly."""
+
+from __future__ import annotations
+
+import logging
+import random
+from dataclasses import replace
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+if find_spec("triton") is None:  # not importorskip: who imports Triton first says whether it interprets
+    pytest.skip("no triton", allow_module_level=True)
+
+import torch
+
+from kvledger.kernels import flash_kda
+from kvledger.kernels.kda import kda_chunk_fwd
+from kvledger.kernels.launch import Backend, BackendError, triton_module
+from kvledger.kernels.state_plan import NO_SLOT, StateSlots, grid_points, plan_chunks
+from kvledger.kernels.tables import TableError
+from tests.kernels.inputs import BF16_RATIO, Inputs, Kind, make_inputs, rms_ratio, run, same_bits
+from tests.kernels.kda_checks import KDA, assert_exact, poisoned
+
+pytestmark = pytest.mark.device
+
+CPU_BACKENDS: tuple[Backend, ...] = ("torch", "interpret")
+KINDS: tuple[Kind, ...] = ("default", "slow", "swept")
+SIZES = ((32, 48), (40, 24), (128, 64))
+"""K and V; 40 and 24 are no powers of two."""
+
+FLASH_KDA_TOKENS = (16, 17, 37, 64, 97, 256, 1024)
+FLASH_KDA_VARLEN = (
+    (16,),
+    (16, 16),
+    (4, 8, 12),
+    (64, 128, 256),
+    (1300, 547, 2048, 963, 271, 3063),
+    (1024,) * 8,
+    (20, 50, 100),
+    (17, 33, 65),
+)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("name", KDA)
+def test_kda(name: str, backend: Backend) -> None:
+    KDA[name](backend)
+
+
+def assert_agrees(inputs: Inputs, backend: Backend = "torch") -> None:
+    final = torch.full_like(inputs.states, float("nan"))
+    assert_exact(inputs, run(inputs, backend, initial_state=inputs.states, final_state=final), final)
+
+
+@pytest.mark.parametrize("lower_bound", [-5.0, -0.5, None])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("tokens", "heads"), [(t, h) for t in FLASH_KDA_TOKENS for h in (1, 4) if t * h <= 1024])
+def test_torch_at_flash_kdas_lengths(tokens: int, heads: int, kind: Kind, lower_bound: float | None) -> None:
+    k_size, v_size = SIZES[tokens % 3]
+    assert_agrees(make_inputs(kind, (tokens,), heads=heads, k_size=k_size, v_size=v_size, lower_bound=lower_bound))
+
+
+@pytest.mark.parametrize(("kind", "lower_bound"), [("slow", -5.0), ("slow", None), ("swept", -5.0)])
+def test_torch_at_4096_tokens(kind: Kind, lower_bound: float | None) -> None:
+    assert_agrees(make_inputs(kind, (4096,), k_size=128, v_size=64, lower_bound=lower_bound))
+
+
+def test_torch_at_many_heads() -> None:
+    assert_agrees(make_inputs("slow", (37,), heads=32, k_size=128, v_size=64))
+
+
+def test_torch_at_flash_kdas_only_size() -> None:
+    assert_agrees(make_inputs("slow", (97,), heads=2, k_size=128, v_size=128))
+
+
+@pytest.mark.parametrize("kind", ["slow", "swept"])
+@pytest.mark.parametrize("lengths", FLASH_KDA_VARLEN, ids=str)
+def test_torch_at_flash_kdas_varlen(lengths: tuple[int, ...], kind: Kind) -> None:
+    k_size, v_size = (32, 16) if sum(lengths) > 1000 else (64, 40)
+    assert_agrees(make_inputs(kind, lengths, k_size=k_size, v_size=v_size))
+
+
+@pytest.mark.parametrize("lengths", [(), (0,), (0, 0), (1,), (0, 1, 0, 17, 1, 0)], ids=str)
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_empty_and_single(lengths: tuple[int, ...], backend: Backend) -> None:
+    inputs = make_inputs("slow", lengths)
+    final = torch.full_like(inputs.states, float("nan"))
+    out = run(inputs, backend, initial_state=inputs.states, final_state=final)
+    if lengths:
+        assert_exact(inputs, out, final)
+
+
+@pytest.mark.parametrize("lengths", [(17,), (4, 8, 12), (17, 33)], ids=str)
+@pytest.mark.parametrize("k_size, v_size", [(16, 40), (40, 16)])
+def test_interpreter_takes_any_size(lengths: tuple[int, ...], k_size: int, v_size: int) -> None:
+    assert_agrees(make_inputs("slow", lengths, k_size=k_size, v_size=v_size), "interpret")
+
+
+def test_interpreter_has_two_heads_and_blocks_of_keys() -> None:
+    assert_agrees(make_inputs("swept", (20,), heads=2, k_size=40, v_size=24, lower_bound=None), "interpret")
+
+
+@pytest.mark.parametrize("lower_bound", [-5.0, None])
+@pytest.mark.parametrize("kind", KINDS)
+def test_interpreter_agrees_with_torch(kind: Kind, lower_bound: float | None) -> None:
+    inputs = make_inputs(kind, (33, 16), heads=1, lower_bound=lower_bound)
+    pools = [inputs.states.clone(), inputs.states.clone()]
+    slots = StateSlots((0, 1), (0, 1), (7, 0))
+    outs = [run(inputs, b, state_pool=p, slots=slots) for b, p in zip(CPU_BACKENDS, pools, strict=True)]
+    assert rms_ratio(outs[1], outs[0].double().numpy()) < 1e-5
+    assert rms_ratio(pools[1], pools[0].double().numpy()) < 1e-5
+
+
+def test_split_products_of_the_low_precision_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path that bf16 takes on a GPU, with a float16 workspace: the interpreter has no bf16."""
+    triton = triton_module("kda_triton", "interpret")
+    whole = triton.make_workspace
+
+    def narrow(call: Any) -> dict[str, torch.Tensor]:
+        return {name: x.half() if name in ("ws_kd", "ws_qd", "ws_kr") else x for name, x in whole(call).items()}
+
+    monkeypatch.setattr(triton, "make_workspace", narrow)
+    monkeypatch.setattr(triton, "low_precision", lambda call: True)
+    inputs = make_inputs("slow", (40,))
+    final = torch.empty_like(inputs.states)
+    out = run(inputs, "interpret", initial_state=inputs.states, final_state=final)
+    assert 1e-5 < rms_ratio(out, inputs.exact[0]) < 2e-3
+    assert 1e-5 < rms_ratio(final, inputs.exact[1]) < 2e-3
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16(kind: Kind, state_dtype: torch.dtype) -> None:
+    inputs = make_inputs(kind, (64, 17), k_size=64).to(torch.bfloat16)
+    states = inputs.states.to(state_dtype)
+    inputs = replace(inputs, states=states.float())
+    final = torch.full_like(states, float("nan"))
+    out = run(inputs, "torch", initial_state=states, final_state=final)
+    assert (out.dtype, final.dtype) == (torch.bfloat16, state_dtype)
+    assert rms_ratio(out.float(), inputs.exact[0]) < BF16_RATIO
+    assert rms_ratio(final.float(), inputs.exact[1]) < BF16_RATIO
+
+
+def test_batch_without_cu_seqlens() -> None:
+    inputs = make_inputs("slow", (21, 21, 21), heads=2)
+    final = torch.empty_like(inputs.states)
+    out = run(inputs, initial_state=inputs.states, final_state=final)
+    batched = {name: getattr(inputs, name).view(3, 21, *getattr(inputs, name).shape[2:]) for name in "qkvg"}
+    states = torch.empty_like(final)
+    args = (inputs.beta.view(3, 21, 2), None, None, inputs.a_log, inputs.dt_bias, -5.0, inputs.states, states)
+    assert same_bits(kda_chunk_fwd(*batched.values(), *args).flatten(0, 1), out)
+    assert same_bits(states, final)
+
+
+def test_inputs_need_not_be_contiguous() -> None:
+    inputs = make_inputs("slow", (40,), heads=2)
+    fused = torch.cat((inputs.q, inputs.k, inputs.v, inputs.g), -1)
+    q, k, v, g = fused.split((32, 32, 48, 32), -1)
+    assert same_bits(run(replace(inputs, q=q, k=k, v=v, g=g)), run(inputs))
+
+
+def test_slots_of_a_pool_may_lie_apart() -> None:
+    """One layer of a pool that keeps all layers of a slot together."""
+    inputs = make_inputs("slow", (40,))
+    pool = poisoned(4, 3, *inputs.states.shape[1:])
+    pool[2, 1] = inputs.states[0]
+    final = torch.empty_like(inputs.states)
+    expected = run(inputs, initial_state=inputs.states, final_state=final)
+    for backend in CPU_BACKENDS:
+        layered = pool.clone()
+        out = run(inputs, backend, state_pool=layered[:, 1], slots=StateSlots((2,), (0,), (0,)))
+        assert rms_ratio(out, expected.double().numpy()) < 1e-5
+        assert rms_ratio(layered[0, 1], final[0].double().numpy()) < 1e-5
+        layered[0, 1] = pool[0, 1]
+        assert same_bits(layered, pool)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_schedule_gives_the_same_bits(seed: int) -> None:
+    """Requests cut at random multiples of 16, in steps with changing company, slots and checkpoints, on torch."""
+    rng = random.Random(seed)
+    lengths = tuple(rng.choice((0, 1, 16, 50, 130, 300)) for _ in range(4))
+    lower_bound = rng.choice((-5.0, None))
+    heads, k_size, v_size = rng.choice((1, 2)), rng.choice((24, 32, 50)), rng.choice((16, 20, 72))
+    inputs = make_inputs(
+        "slow", lengths, heads=heads, k_size=k_size, v_size=v_size, lower_bound=lower_bound, seed=seed
+    )
+    final = torch.empty_like(inputs.states)
+    whole = run(inputs, initial_state=inputs.states, final_state=final)
+    pool = poisoned(30, heads, v_size, k_size)
+    free = list(range(30))
+    rng.shuffle(free)
+    live = {n: free.pop() for n in range(4)}
+    pool[list(live.values())] = inputs.states
+    done, saved = dict.fromkeys(live, 0), {}
+    outs: dict[int, list[torch.Tensor]] = {n: [] for n in live}
+    while any(done[n] < lengths[n] for n in live):
+        batch = rng.sample(sorted(live), rng.randint(1, 4))
+        ends = {n: min(lengths[n], done[n] // 16 * 16 + 16 * rng.randint(1, 6)) for n in batch}
+        checkpoints = []
+        for n in batch:
+            row = [free.pop() if free and rng.random() < 0.5 else NO_SLOT for _ in grid_points(done[n], ends[n] - done[n], 64)]
+            saved |= {(n, p): s for p, s in zip(grid_points(done[n], ends[n] - done[n], 64), row, strict=True) if s >= 0}
+            checkpoints.append(tuple(row))
+        parts = [inputs.sequence(n).rows(done[n], ends[n]) for n in batch]
+        fields = {name: torch.cat([getattr(part, name) for part in parts], 1) for name in ("q", "k", "v", "g", "beta")}
+        step = replace(inputs, **fields, lengths=tuple(ends[n] - done[n] for n in batch))
+        own = [live[n] for n in batch]
+        slots = StateSlots(own, own, [done[n] for n in batch], checkpoints, 64)
+        out = run(step, state_pool=pool, slots=slots)
+        for n, part in zip(batch, out.split(step.lengths), strict=True):
+            outs[n].append(part)
+            done[n] = ends[n]
+    for n in live:
+        if outs[n]:
+            assert same_bits(torch.cat(outs[n]), whole[inputs.bounds[n] : inputs.bounds[n + 1]])
+        assert same_bits(pool[live[n]], final[n])
+    for (n, point), slot in saved.items():
+        prefix = torch.empty_like(final[:1])
+        begin = inputs.sequence(n)
+        run(begin.rows(0, point), initial_state=begin.states, final_state=prefix)
+        assert same_bits(pool[slot], prefix[0]), f"checkpoint of {n} at {point}"
+
+
+@pytest.mark.parametrize("cut", [1, 7, 15, 17, 31])
+def test_other_cuts_cost_only_rounding(cut: int) -> None:
+    inputs = make_inputs("slow", (48,))
+    state = inputs.states.clone()
+    outs = [
+        run(inputs.rows(begin, end), state_pool=state, slots=StateSlots((0,), (0,), (begin,)))
+        for begin, end in ((0, cut), (cut, 48))
+    ]
+    assert_exact(inputs, torch.cat(outs), state)
+
+
+def test_plan_aligns_to_the_request() -> None:
+    plan = plan_chunks((40, 0, 2), StateSlots((3, 4, 5), (6, 7, 8), (9, 0, 30), ((1, NO_SLOT, 0), (), (2,)), 16))
+    assert plan.chunks == (
+        (-9, 9, 16, 1, 0),  # token 0 is in lane 9
+        (7, 0, 16, NO_SLOT, 0),
+        (23, 0, 16, 0, 0),
+        (39, 0, 1, NO_SLOT, 0),
+        (26, 14, 16, 2, 2),
+    )
+    assert [(span.first_token, span.first_chunk, span.chunks) for span in plan.spans] == [(0, 0, 4), (40, 4, 0), (40, 4, 1)]
+    assert plan.spans[0].saves == ((7, 1), (39, 0))
+
+
+POOL = torch.zeros(4, 1, 48, 32)
+
+
+def call(**changes: Any) -> Any:
+    """A call of two sequences of 20 tokens that is refused for its `changes`."""
+    inputs = make_inputs("slow", (20, 20))
+    args: dict[str, Any] = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "dt_bias")}
+    args |= {"scale": None, "out": None, "A_log": inputs.a_log, "lower_bound": -5.0, "cu_seqlens": [0, 20, 40]}
+    return kda_chunk_fwd(**{**args, **changes})
+
+
+def slots(sources=(0, 1), destinations=(0, 1), starts=(0, 0), checkpoints=(), grid=256) -> dict[str, Any]:
+    return {"state_pool": POOL, "slots": StateSlots(sources, destinations, starts, checkpoints, grid)}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "k of another shape": ({"k": torch.zeros(1, 40, 1, 16)}, "k "),
+    "v of another dtype": ({"v": torch.zeros(1, 40, 1, 48, dtype=torch.bfloat16)}, "v "),
+    "beta per channel": ({"beta": torch.zeros(1, 40, 1, 32)}, "beta "),
+    "A_log in bf16": ({"A_log": torch.zeros(1, dtype=torch.bfloat16)}, "A_log "),
+    "dt_bias per head": ({"dt_bias": torch.zeros(1)}, "dt_bias "),
+    "half precision": ({"q": torch.zeros(1, 40, 1, 32, dtype=torch.float16)}, "float32 or bfloat16"),
+    "out of another shape": ({"out": torch.zeros(1, 40, 1, 32)}, "out "),
+    "gate bound too low": ({"lower_bound": -5.5}, "lower_bound"),
+    "gate bound zero": ({"lower_bound": 0.0}, "lower_bound"),
+    "cu_seqlens too short": ({"cu_seqlens": [0, 20]}, "cu_seqlens"),
+    "cu_seqlens falls": ({"cu_seqlens": [0, 30, 20, 40]}, "decreases"),
+    "cu_seqlens int32": ({"cu_seqlens": torch.tensor([0, 40], dtype=torch.int32)}, "int64"),
+    "a state too few": ({"initial_state": torch.zeros(1, 1, 48, 32)}, "initial_state"),
+    "K and V exchanged": ({"initial_state": torch.zeros(2, 1, 32, 48)}, "initial_state"),
+    "a transposed view": ({"final_state": torch.zeros(2, 1, 32, 48).mT}, "final_state"),
+    "slot past the pool": (slots(sources=(0, 4)), "outside"),
+    "slot below -1": (slots(destinations=(0, -2)), "outside"),
+    "slots without a pool": ({"slots": StateSlots((0, 1), (0, 1), (0, 0))}, "outside"),
+    "a start too few": (slots(starts=(0,)), "1 starts for 2"),
+    "negative start": (slots(starts=(0, -16)), "negative"),
+    "two destinations alike": (slots(destinations=(2, 2)), "written twice"),
+    "another one's source": (slots(destinations=(1, 2)), "source of sequence 1"),
+    "checkpoint on a source": (slots(checkpoints=((0,), (2,)), destinations=(-1, 3), grid=16), "source of sequence 0"),
+    "checkpoint on a destination": (slots(checkpoints=((2,), (0,)), grid=16), "written twice"),
+    "a checkpoint too few": (slots(checkpoints=((), (2,)), grid=16), "0 checkpoint slots for 1"),
+    "a checkpoint too many": (slots(checkpoints=((2,), ())), "1 checkpoint slots for 0"),
+    "grid off the sub-chunks": (slots(grid=24), "grid 24"),
+    "source and initial_state": ({**slots(), "initial_state": torch.zeros(2, 1, 48, 32)}, "one of the two"),
+    "destination and final_state": ({**slots(), "final_state": torch.zeros(2, 1, 48, 32)}, "one of the two"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_before_anything_is_written(name: str) -> None:
+    changes, words = REFUSED[name]
+    with pytest.raises(ValueError, match=words):
+        call(**changes)
+    assert not POOL.any()
+
+
+def test_cu_seqlens_need_a_batch_of_one() -> None:
+    x = torch.zeros(2, 4, 1, 16)
+    with pytest.raises(TableError, match="batch of 1"):
+        kda_chunk_fwd(x, x, x, x, x[..., 0], None, None, torch.zeros(1), torch.zeros(1, 16), -5.0, cu_seqlens=[0, 4])
+
+
+def test_interpreter_refuses_bf16() -> None:
+    inputs = make_inputs("slow", (20,))
+    with pytest.raises(BackendError, match="bfloat16"):
+        run(inputs.to(torch.bfloat16), "interpret")
+    with pytest.raises(BackendError, match="bfloat16"):
+        run(inputs, "interpret", initial_state=inputs.states.bfloat16())
+
+
+def test_flash_kda_signature_and_result() -> None:
+    inputs = make_inputs("slow", (17, 20))
+    final, expected_final = torch.empty_like(inputs.states), torch.empty_like(inputs.states)
+    out = torch.empty_like(inputs.v)
+    tokens = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
+    gate = {"A_log": inputs.a_log, "dt_bias": inputs.dt_bias, "lower_bound": -5.0}
+    states = {"initial_state": inputs.states, "final_state": final, "cu_seqlens": inputs.cu_seqlens}
+    assert flash_kda.fwd(*tokens, inputs.scale, out, **gate, **states) is None
+    assert same_bits(out[0], run(inputs, initial_state=inputs.states, final_state=expected_final))
+    assert same_bits(final, expected_final)
+
+
+@pytest.mark.parametrize(
+    ("changes", "implementation", "reason"),
+    [
+        ({}, "flash_kda", "installed"),
+        ({"device": SimpleNamespace(type="cpu")}, "kvledger", "tensors on"),
+        ({"dtype": torch.float32}, "kvledger", "float32"),
+        ({"shape": (1, 8, 1, 64)}, "kvledger", "K = 64"),
+        ({"lower_bound": None}, "kvledger", "unbounded"),
+        ({"capability": (8, 0)}, "kvledger", "SM90"),
+        ({"module": None}, "kvledger", "does not import"),
+    ],
+)
+def test_flash_kda_is_chosen_openly(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], implementation: str, reason: str
+) -> None:
+    given = {"device": SimpleNamespace(type="cuda"), "dtype": torch.bfloat16, "shape": (1, 8, 1, 128)}
+    given |= {"lower_bound": -5.0, "capability": (9, 0), "module": ModuleType("flash_kda")} | changes
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: given["capability"])
+    monkeypatch.setattr(flash_kda, "installed", lambda: given["module"])
+    tensor: Any = SimpleNamespace(device=given["device"], dtype=given["dtype"], shape=given["shape"])
+    choice = flash_kda.chosen(tensor, tensor, given["lower_bound"])
+    assert choice.implementation == implementation
+    assert reason in choice.reason
+
+
+def test_flash_kda_says_what_runs(caplog: pytest.LogCaptureFixture) -> None:
+    inputs = make_inputs("slow", (5,))
+    with caplog.at_level(logging.INFO, logger="kvledger.kernels.flash_kda"):
+        tokens = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
+        flash_kda.fwd(*tokens, 1.0, torch.empty_like(inputs.v), inputs.a_log, inputs.dt_bias, -5.0)
+    assert "fwd -> kvledger (tensors on cpu)" in caplog.text
+
+
+def test_installed_flash_kda_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Any, ...]] = []
+    module = ModuleType("flash_kda")
+    module.fwd = lambda *args: seen.append(args)  # type: ignore[attr-defined]
+    monkeypatch.setitem(__import__("sys").modules, "flash_kda", module)
+    monkeypatch.setattr(flash_kda, "chosen", lambda q, v, bound: flash_kda.Choice("flash_kda", "so"))
+    inputs = make_inputs("slow", (5,))
+    tokens = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
+    flash_kda.fwd(*tokens, 1.0, inputs.v, inputs.a_log, inputs.dt_bias, -5.0, cu_seqlens=[0, 5])
+    ((*_, initial, final, ends),) = seen
+    assert (initial, final, ends.tolist()) == (None, None, [0, 5])
