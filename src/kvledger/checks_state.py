@@ -67,8 +67,8 @@ def no_use_after_free(e: Evidence) -> Finding | None:
     s = e.after
     if not s.live:
         return None
-    locked = {page for page, lock_refs, _, _ in s.cached if lock_refs > 0}
     cached = {page for page, _, _, _ in s.cached}
+    locked = cached.difference([page for page, lock_refs, _, _ in s.cached if lock_refs <= 0])
     free = set(s.released)
     owned: set[int] = set(s.held)
     for request in s.live:

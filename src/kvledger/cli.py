@@ -20,10 +20,13 @@ from kvledger import __version__
 from kvledger.monitor import InvariantMonitor
 from kvledger.replay import TargetFactory, replay
 from kvledger.report import Replayed
+from kvledger.report.commands import add_perfetto, add_report
+from kvledger.report.explain import add_explain
 from kvledger.report.text import replay_lines, summary_line
 from kvledger.rules import PRESETS
 from kvledger.schema import escaped, show
 from kvledger.targets import TARGETS
+from kvledger.testing.keep import add_fixture, add_shrink
 from kvledger.trace import MAX_FILE_BYTES, Trace, TraceError, load, loads
 
 OK, VIOLATION, BAD_INPUT, FAULT, INTERRUPTED, NO_READER = 0, 1, 2, 70, 130, 141
@@ -157,6 +160,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_replay(commands)
     _add_verify(commands)
+    tools: Any = {"read": _read, "write": _write, "one_of": _one_of}
+    add_explain(commands, **tools)
+    add_report(commands, error=CommandError, **tools)
+    add_perfetto(commands, error=CommandError, **tools)
+    add_shrink(commands, **tools)
+    add_fixture(commands, **tools)
     return parser
 
 

@@ -156,7 +156,7 @@ class Snapshot:
 
     @property
     def evictable_pages(self) -> int:
-        return sum(1 for _, lock_refs, _, _ in self.cached if not lock_refs)
+        return [lock_refs for _, lock_refs, _, _ in self.cached].count(0)
 
     @property
     def baseline_pages(self) -> int:

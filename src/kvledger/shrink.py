@@ -121,7 +121,7 @@ class _OutOfBudget(BaseException):
 class _Probe(InvariantMonitor):
     """Asks until the first invariant breaks, or until more rounds have passed than are of interest.
 
-    It looks at the target only when there is something to ask. `unfair`: something outside the scheduler took slots
+    It looks at the target only if there may be something to ask. `unfair`: something outside the scheduler took slots
     that had been promised; if only what is `fair` counts, that ends the replay.
     """
 
@@ -143,9 +143,7 @@ class _Probe(InvariantMonitor):
     def before_decision(self) -> None:
         if self._rounds_limit is not None and self._rounds_ended >= self._rounds_limit:
             raise _Stop
-        if self._pending.get("decision"):
-            self._refresh()
-            super().before_decision()
+        super().before_decision()
 
     def after_round(self, record: RoundRecord) -> None:
         super().after_round(record)
@@ -164,16 +162,17 @@ class _Probe(InvariantMonitor):
         super().after_event(event)
 
     def _look(self) -> None:
-        self._stale = True
-
-    def _refresh(self) -> None:
-        if self._stale:
+        # a decision is judged by what was there before it, so there each look counts
+        if self._pending.get("decision"):
             super()._look()
-            self._stale = False
+        else:
+            self._stale = True
 
     def _ask(self, when: str, *facts: object) -> None:
         if self._pending.get(when):
-            self._refresh()
+            if self._stale:
+                super()._look()
+                self._stale = False
             super()._ask(when, *facts)
             if self.broken:
                 raise _Stop

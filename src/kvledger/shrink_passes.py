@@ -248,10 +248,12 @@ def simpler_events(trace: Trace) -> Iterator[Trace]:
 
 
 def _simpler(event: Event, unused: str) -> Iterator[Event]:
-    """A drain for a round, a request for slots that somebody else takes, no lock, another tier, a whole release."""
+    """The other way to pass time, a request for slots that somebody takes, no lock, another tier, a whole release."""
     match event:
         case Round():
             yield Drain()
+        case Drain():
+            yield Round()
         case Cached(tier, prompt, locked):
             yield Submit(unused, prompt)
             if locked:
@@ -259,6 +261,7 @@ def _simpler(event: Event, unused: str) -> Iterator[Event]:
             yield Cached("host" if tier == "device" else "device", prompt)
         case Hold(_, tokens):
             yield Submit(unused, Prompt([(unused, tokens)]))
+            yield Cached("device", Prompt([(unused, tokens)]))
         case Release(name, int()):
             yield Release(name)
         case _:

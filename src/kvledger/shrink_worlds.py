@@ -48,7 +48,7 @@ def shapes(length: int) -> tuple[Shape, ...]:
     found: dict[Measure, Shape] = {}
     for kinds in product(_KINDS, repeat=length - 1):
         for shape in _shapes_of(kinds):
-            for end in (Drain(), *_endings(shape)):
+            for end in _ends(shape):
                 if _sensible((*shape, end)):
                     found.setdefault(shape_key((*shape, end)), (*shape, end))
     return tuple(found[key] for key in sorted(found))
@@ -94,6 +94,15 @@ def _rounds(shape: Shape) -> Iterator[Event]:
         yield Round()
 
 
+def _ends(shape: Shape) -> Iterator[Event]:
+    """Where something may break: as requests run, as one ends, or as somebody else takes slots of what is in use."""
+    yield Drain()
+    yield from _endings(shape)
+    if not shape or _count(shape, Round):
+        yield from _cached("device")(shape)
+        yield from _holds(shape)
+
+
 def _endings(shape: Shape) -> Iterator[Event]:
     """What may end each request, once a round has begun any."""
     for event in shape:
@@ -115,7 +124,7 @@ _KINDS: tuple[Kind, ...] = (
 
 def _sensible(shape: Shape) -> bool:
     """Somebody is submitted; what is cached matters to somebody; and no other order of events says the same."""
-    if not _count(shape, Submit):
+    if len(shape) > 1 and not _count(shape, Submit):
         return False
     for index, (event, following) in enumerate(pairwise(shape)):
         if isinstance(event, Round) and isinstance(following, Drain):

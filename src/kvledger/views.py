@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 from kvledger.adder import AddReqResult, PrefillAdder
 from kvledger.ledger import Due
@@ -47,15 +48,14 @@ def snapshot_of(
 ) -> Snapshot:
     """Every page and every live request; `adder` is the last round's, for promises that nothing settled."""
     promises = adder.memory.entries() if adder is not None else ()
+    # one plain list: this is most of what a search costs; what is among the device pages has a number
+    rows = [(page.page, page.lock_refs, page.pinned_refs, page.last_used) for page in memory.tree.device_pages()]
     return Snapshot(
         page_size=memory.page_size,
         pool_pages=memory.pool.pool_pages,
         released=memory.pool.released(),
         never_used=memory.pool.never_used(),
-        cached=tuple(
-            (device_page(cached), cached.lock_refs, cached.pinned_refs, cached.last_used)
-            for cached in memory.tree.device_pages()
-        ),
+        cached=tuple(cast("list[tuple[int, int, int, int]]", rows)),
         live=tuple(_live_view(request) for request in live),
         waiting=tuple(waiting),
         held=tuple(page for held in memory.held.values() for page in held.pages),

@@ -25,10 +25,10 @@ WIDTHS = (390, 1280)
 # everything that Tab must reach: what can be pressed, moved, unfolded or scrolled
 CONTROLS = "button, input, summary, a[href], [tabindex='0']"
 SHOWN = f"[...document.querySelectorAll({CONTROLS!r})].filter(e => e.checkVisibility())"
-# an element and all below it; two drawings may round a percentage differently and order attributes as they like
+# an element and all below it; two drawings may order attributes as they like
 SHAPE = """
 const shape = node => node.nodeType === 3 ? node.data : [node.localName, [...node.attributes].map(({name, value}) =>
-  [name, /%$/.test(value) ? Number.parseFloat(value).toFixed(2) : value]).sort(), [...node.childNodes].map(shape)];
+  [name, value]).sort(), [...node.childNodes].map(shape)];
 const shaped = root => {
   const round = root.querySelector('.round').cloneNode(true);
   round.normalize();

@@ -19,8 +19,12 @@ _NOTES = {"failed": ", OUT OF MEMORY", "not-run": ", not run: the process died",
 def axis(recording: Recording, columns: Columns) -> Html:
     """The numbers of the rounds: each one, or about half a dozen."""
     every = 1 if columns.labelled else -(-columns.count // 6)
-    shown = range(columns.first, columns.end, every)
-    texts = [element("text", recording.rounds[index].record.round, x=columns.x(index + 0.5), y=12) for index in shown]
+    texts = []
+    for index in range(columns.first, columns.end, every):
+        # on a phone there is room for about every other one
+        place = columns.label_class if columns.labelled and (index - columns.first) % 2 else ""
+        number = recording.rounds[index].record.round
+        texts.append(element("text", number, class_=place.strip() or None, x=columns.x(index + 0.5), y=12))
     return frame(16, None, texts, class_="axis")
 
 

@@ -32,6 +32,12 @@ class Section {
     this.data = JSON.parse(root.querySelector("script.data").textContent);
     this.slider = root.querySelector("[data-part=slider]");
     if (!this.slider) return; // a trace without rounds
+    this.slider.style.setProperty("--columns", this.data.rounds.length);
+    for (const timeline of root.querySelectorAll(".timeline")) {
+      const mark = make("div", { class: "mark" });
+      mark.style.setProperty("--columns", timeline.dataset.count);
+      timeline.append(mark);
+    }
     this.slider.addEventListener("input", () => this.select(Number(this.slider.value)));
     root.addEventListener("click", (event) => this.clicked(event));
     this.select(this.data.first);
@@ -69,12 +75,11 @@ class Section {
     const round = this.data.rounds[index];
     this.slider.value = index;
     this.slider.setAttribute("aria-valuetext", `round ${round.n} of ${this.data.rounds[last].n}`);
-    // the column that the style sheet marks in every picture
-    for (const timeline of this.root.querySelectorAll(".timeline")) {
-      const { first, count } = timeline.dataset;
-      timeline.style.setProperty("--selected", (index - first) / count);
-      timeline.style.setProperty("--columns", count);
-      timeline.classList.toggle("elsewhere", index < Number(first) || index >= Number(first) + Number(count));
+    for (const mark of this.root.querySelectorAll(".mark")) {
+      const { first, count } = mark.parentElement.dataset;
+      const column = index - Number(first);
+      mark.style.setProperty("--column", column / count);
+      mark.hidden = column < 0 || column >= Number(count);
     }
     for (const node of this.root.querySelectorAll("[data-part=number]")) node.textContent = round.n;
     for (const node of this.root.querySelectorAll("[data-f]")) {
@@ -126,7 +131,7 @@ class Section {
 
   bar(kind, start, end, low, high) {
     const svg = shape("svg", { "aria-hidden": "true", width: "100%", height: 14 });
-    const share = (tokens) => `${(100 * tokens) / (high - low)}%`;
+    const share = (tokens) => `${Number(((100 * tokens) / (high - low)).toFixed(3))}%`;
     const part = (name, lower, upper) => {
       if (upper > lower) {
         svg.append(shape("rect", { class: name, x: share(lower - low), width: share(upper - lower), y: 1, height: 12 }));

@@ -72,7 +72,8 @@ def _first_shown(recording: Recording, explanation: Explanation, places: dict[in
 
 def _verdict(recording: Recording, explanation: Explanation, places: dict[int, int]) -> Html:
     replayed = recording.replayed
-    parts = [element("p", element("b", replayed.outcome.verdict, data_part="verdict"), *_tags(recording), class_="tags")]
+    verdict = element("b", replayed.outcome.verdict, data_part="verdict")
+    parts = [element("p", verdict, *_tags(recording), class_="tags")]
     if explanation.lead is not None:
         parts.append(element("p", sentence(explanation.lead), class_="lead"))
     parts.append(element("p", sentence(explanation.headline), class_="headline"))

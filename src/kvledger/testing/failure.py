@@ -9,7 +9,7 @@ from pathlib import Path
 from kvledger.diagnose import diagnose
 from kvledger.replay import TargetFactory
 from kvledger.report.explained import explanation_lines
-from kvledger.shrink import NothingToShrink, Shrunk, shrink
+from kvledger.shrink import NothingToShrink, shrink
 from kvledger.testing.fixtures import save_fixture
 from kvledger.trace import Trace
 
@@ -23,22 +23,30 @@ class Failure:
     lines: tuple[str, ...]
 
 
-def explain_trace(trace: Trace, invariant: str, folder: str | os.PathLike[str], target: TargetFactory) -> Failure:
-    """Shrink `trace`, save what is left of it, and say in words what it shows."""
-    small, effort = _shrunk(trace, invariant, target)
-    path = save_fixture(small, invariant, folder, target=target)
-    lines = (
-        f"{invariant} is broken. {effort}",
-        *explanation_lines(diagnose(small, target=target)),
-        f"fixture: {path}",
-    )
-    return Failure(invariant, path, lines)
+def explain_failure(
+    trace: Trace, folder: str | os.PathLike[str], target: TargetFactory, *, invariant: str | None = None
+) -> Failure:
+    """Shrink `trace`, save what is left of it in `folder`, and say in words what it shows.
+
+    NothingToShrink if it does not break `invariant` (None: anything) when it is replayed.
+    """
+    shrunk = shrink(trace, target=target, invariant=invariant)
+    effort = f"Shrunk from {len(trace.events)} events to {len(shrunk.trace.events)} in {shrunk.evaluations:,} replays."
+    return _kept(shrunk.trace, shrunk.invariant, effort, folder, target)
 
 
-def _shrunk(trace: Trace, invariant: str, target: TargetFactory) -> tuple[Trace, str]:
+def explain_unrepeatable(
+    trace: Trace, invariant: str, folder: str | os.PathLike[str], target: TargetFactory
+) -> Failure:
+    """The same for a failure of the machine, which may not show again when its trace alone is replayed."""
     try:
-        shrunk: Shrunk = shrink(trace, target=target, invariant=invariant)
+        return explain_failure(trace, folder, target, invariant=invariant)
     except NothingToShrink:
-        return trace, "The trace alone does not show it again: is something left over between examples?"
-    tried = f"{shrunk.evaluations:,} replays"
-    return shrunk.trace, f"Shrunk from {len(trace.events)} events to {len(shrunk.trace.events)} in {tried}."
+        doubt = "The trace alone does not show it again: is something left over between examples?"
+        return _kept(trace, invariant, doubt, folder, target)
+
+
+def _kept(trace: Trace, invariant: str, effort: str, folder: str | os.PathLike[str], target: TargetFactory) -> Failure:
+    path = save_fixture(trace, invariant, folder, target=target)
+    explanation = explanation_lines(diagnose(trace, target=target))
+    return Failure(invariant, path, (f"{invariant} is broken. {effort}", *explanation, f"fixture: {path}"))

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
-from kvledger.report.saving import saved
+from kvledger.report.saving import write_whole
 from kvledger.rules import PRESETS
 from kvledger.shrink import NothingToShrink, Shrunk, shrink
 from kvledger.targets import TARGETS
-from kvledger.testing.failure import explain_trace
+from kvledger.testing.failure import explain_failure
 from kvledger.trace import Trace, dumps
 
 Read = Callable[[str], Trace]
@@ -40,7 +40,7 @@ def add_shrink(commands: Any, *, read: Read, write: Callable[[str], None], one_o
         if options.output is None:
             write(dumps(shrunk.trace))
         else:
-            saved(options.output, dumps(shrunk.trace))
+            write_whole(options.output, [dumps(shrunk.trace)])
         print(_effort(trace, shrunk), file=sys.stderr)
         return 0
 
@@ -61,12 +61,13 @@ def add_fixture(commands: Any, *, read: Read, write: Callable[[str], None], one_
 
     def run(options: argparse.Namespace) -> int:
         trace = read(options.trace)
+        if options.rules is not None:
+            trace = trace.with_rules(options.rules)
         try:
-            shrunk = _shrink(trace, options)
+            failure = explain_failure(trace, options.save, TARGETS[options.target])
         except NothingToShrink as error:
             print(f"kvledger: fixture: {error}", file=sys.stderr)
             return 1
-        failure = explain_trace(shrunk.trace, shrunk.invariant, options.save, TARGETS[options.target])
         write("\n".join(failure.lines) + "\n")
         return 0
 
@@ -76,7 +77,9 @@ def add_fixture(commands: Any, *, read: Read, write: Callable[[str], None], one_
 def _add_common(parser: argparse.ArgumentParser, one_of: OneOf) -> None:
     parser.add_argument("trace", metavar="TRACE", help="a kvledger-trace/1 file; - is standard input")
     parser.add_argument("--rules", type=one_of(PRESETS), metavar="NAME", help="under this preset, not the trace's own")
-    parser.add_argument("--target", type=one_of(TARGETS), default="node", metavar="NAME", help="the scheduler under test")
+    parser.add_argument(
+        "--target", type=one_of(TARGETS), default="node", metavar="NAME", help="the scheduler under test"
+    )
 
 
 def _shrink(trace: Trace, options: argparse.Namespace) -> Shrunk:

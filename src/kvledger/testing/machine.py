@@ -157,12 +157,13 @@ def state_machine(
     target = target or SESSION.target
     rules = rules or SESSION.rules or "tail-reserved"
     rules_name = rules if isinstance(rules, str) else "own rules"
-    drawn: dict[str, Any] = strategy({**NODE_DOMAINS, **RULES_DOMAINS})
+    drawn: Any = strategy({**NODE_DOMAINS, **RULES_DOMAINS})
+    beginning: Callable[[Any], Any] = initialize(**drawn)
     body = {
         "under_test": UnderTest(
             target, rules_name, PRESETS[rules] if isinstance(rules, str) else rules, tuple(invariants)
         ),
-        "begin": initialize(**drawn)(AdmissionMachine.begin),
+        "begin": beginning(AdmissionMachine.begin),
         "act": rule(action=actions(tuple(moves)))(AdmissionMachine.act),
         "shard": shard,
     }

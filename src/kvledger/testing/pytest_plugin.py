@@ -70,11 +70,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     machine = sys.modules.get("kvledger.testing.machine")
     if machine is None or call.excinfo is None or not isinstance(call.excinfo.value, machine.InvariantBroken):
         return report
-    from kvledger.testing.failure import explain_trace
+    from kvledger.testing.failure import explain_unrepeatable
 
     run = call.excinfo.value.machine
     invariant = run.monitor.broken[0].invariant
-    failure = explain_trace(run.trace(), invariant, _save_folder(item.config), run.under_test.target)
+    failure = explain_unrepeatable(run.trace(), invariant, _save_folder(item.config), run.under_test.target)
     report.user_properties.append(("kvledger_fixture", str(failure.path)))
     report.user_properties.append(("kvledger_invariant", failure.invariant))
     if item.config.getoption("verbose") < 1:
