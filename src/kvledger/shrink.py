@@ -51,7 +51,7 @@ WORLD_EVALUATIONS = 4000
 ROUNDS = 6
 """A trace counts only if it breaks within so many rounds, or as many as the trace to be shrunk took."""
 LONG = 100
-"""A trace of more events and rounds is slow to replay: it is not simplified itself if a small world does as well."""
+"""A trace of more events and rounds is slow to replay: small worlds come first, and it is simplified if none fails."""
 STARTS = 3
 """The best traces of so many nodes of a small world are descended from."""
 
@@ -246,14 +246,15 @@ class _Search:
             del simplifying["rules"]
         else:
             found = self._descend(found, {"rules": simplifying["rules"]})
-        small = self._small_world(found)
-        ends = [small] if small is not None else []
-        if small is None or len(found.trace.events) + found.rounds <= LONG:
+        if len(found.trace.events) + found.rounds <= LONG:
             found = self._descend(found, simplifying)
-            if small is None or outline(found.trace) < outline(small.trace):
-                ends = [found]
-            elif outline(found.trace) == outline(small.trace):
-                ends.append(found)
+            small = self._small_world(found)
+        else:
+            small = self._small_world(found)
+            found = self._descend(found, simplifying) if small is None else found
+        ends = [end for end in (small, found) if end is not None]
+        if small is not None and outline(small.trace) < outline(found.trace):
+            ends = [small]
         found = min((self._descend(end, simplifying | _SIZING) for end in ends), key=_size)
         while (small := self._small_world(found)) is not None:
             smaller = self._descend(small, simplifying | _SIZING)

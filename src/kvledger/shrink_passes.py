@@ -175,16 +175,29 @@ def one_at_a_time(candidates: Candidates) -> Pass:
 
 
 def simpler_rules(trace: Trace) -> Iterator[Trace]:
-    """The presets, nearest first; then the nearest one's switches, one by one."""
+    """The presets, nearest first; then the nearest one's switches, one by one.
+
+    Rules that close the post-mortem's hole stay so. Else a fault of a target under sound rules would end as the hole
+    that `aligned` has on any target.
+    """
     rules = trace.rules
     if isinstance(rules, str):
         return
     nearest = sorted(PRESETS, key=lambda name: _switches_apart(rules, PRESETS[name]))
-    for name in nearest:
-        yield trace.with_rules(name)
+    simpler: list[str | AccountingRules] = [*nearest]
     for switch in fields(AccountingRules):
         change: dict[str, Any] = {switch.name: getattr(PRESETS[nearest[0]], switch.name)}
-        yield trace.with_rules(replace(rules, **change))
+        simpler.append(replace(rules, **change))
+    for candidate in simpler:
+        changed = trace.with_rules(candidate)
+        if _tail_is_safe(changed.accounting_rules) or not _tail_is_safe(rules):
+            yield changed
+
+
+def _tail_is_safe(rules: AccountingRules) -> bool:
+    """What a cut leaves over is reserved, or nobody is admitted behind a cut."""
+    uncut_budget = rules.checkpoint_align == "page_size" and rules.truncation_align is None
+    return rules.reserve_tail or rules.spend_gap or uncut_budget
 
 
 def fewer_events(trace: Trace) -> Iterator[Trace]:

@@ -124,8 +124,8 @@ _KINDS: tuple[Kind, ...] = (
 
 def _sensible(shape: Shape) -> bool:
     """Somebody is submitted; what is cached matters to somebody; and no other order of events says the same."""
-    if len(shape) > 1 and not _count(shape, Submit):
-        return False
+    if not _count(shape, Submit):
+        return len(shape) == 1 and not _count(shape, Drain)
     for index, (event, following) in enumerate(pairwise(shape)):
         if isinstance(event, Round) and isinstance(following, Drain):
             return False

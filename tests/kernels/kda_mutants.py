@@ -1,0 +1,292 @@
+"""Mutants of KDA and its convolution: one small change of the source each, and who must see it.
+
+``python -m tests.kernels.kda_mutants`` prints the table. The columns are the checks of ``kda_checks``, "FlashKDA's" among
+them: the random inputs and the tolerance of FlashKDA's tests, on what lies behind the first sub-chunk. No mutant may
+read or write out of bounds: nothing here would notice.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from kvledger.kernels.launch import Backend
+from kvledger.kernels.state_plan import plan_chunks
+from tests.kernels.kda_checks import CHECKS, CONV, KDA
+from tests.kernels.mla_mutants import Mutant, swapped
+
+
+def _mutant(name: str, module: str, old: str, new: str, *killers: str) -> Mutant:
+    backend: Backend = "interpret" if module.endswith("_triton") else "torch"
+    return Mutant(f"{module}: {name}", module, old, new, frozenset(killers), backend)
+
+
+EXACT = ("slow", "swept")
+
+MUTANTS = (
+    # states of a request
+    _mutant(
+        "lost initial state",
+        "kda_torch",
+        "if call.source is not None and span.source != NO_SLOT:",
+        "if False:",
+        *EXACT,
+        "splits",
+        "restored",
+    ),
+    _mutant("wrong source slot", "kda_torch", "call.source[span.source]", "call.source[span.source - 1]", *EXACT),
+    _mutant(
+        "wrong destination slot",
+        "kda_torch",
+        "call.destination[span.destination] = state",
+        "call.destination[span.destination - 1] = state",
+        *EXACT,
+        "slots",
+    ),
+    _mutant("no slot is the last slot", "kda_torch", " and span.source != NO_SLOT:", ":", "fresh"),
+    _mutant("dropped state is written", "kda_torch", " and span.destination != NO_SLOT:", ":", "fresh"),
+    _mutant("source changed in passing", "kda_torch", "copy=True", "copy=False", "checkpoints"),
+    _mutant(
+        "state of the wrong head",
+        "kda_torch",
+        "call.source[span.source].to(torch.float32, copy=True)",
+        "call.source[span.source].to(torch.float32).roll(1, 0)",
+        *EXACT,
+    ),
+    _mutant(
+        "state of the wrong block of V",
+        "kda_torch",
+        "call.source[span.source].to(torch.float32, copy=True)",
+        "call.source[span.source].to(torch.float32).roll(16, 1)",
+        *EXACT,
+    ),
+    _mutant(
+        "transposed state",
+        "kda_torch",
+        "call.source[span.source].to(torch.float32, copy=True)",
+        "call.source[span.source].reshape(heads, k_size, v_size).mT.contiguous()",
+        *EXACT,
+    ),
+    _mutant(
+        "destination transposed",
+        "kda_torch",
+        "call.destination[span.destination] = state",
+        "call.destination[span.destination] = state.mT.reshape(state.shape)",
+        *EXACT,
+        "splits",
+    ),
+    # checkpoints
+    _mutant(
+        "checkpoint a sub-chunk late",
+        "state_plan",
+        "after.get(position + CHUNK - start, NO_SLOT)",
+        "after.get(position - start, NO_SLOT)",
+        "checkpoints",
+        "restored",
+    ),
+    _mutant(
+        "sub-chunks aligned to the call",
+        "state_plan",
+        "range(start // CHUNK * CHUNK, start + tokens, CHUNK)",
+        "range(start, start + tokens, CHUNK)",
+        "checkpoints",
+    ),
+    _mutant(
+        "checkpoint before its last sub-chunk",
+        "kda_torch",
+        "        state.mul_(decay).baddbmm_(update.mT, writers)\n",
+        "        if chunk[3] != NO_SLOT:\n            call.pool[chunk[3]] = state\n"
+        "            chunk = (*chunk[:3], NO_SLOT)\n        state.mul_(decay).baddbmm_(update.mT, writers)\n",
+        "checkpoints",
+        "restored",
+    ),
+    _mutant("checkpoint never written", "kda_torch", "if save != NO_SLOT", "if False", "checkpoints", "restored"),
+    _mutant("every sub-chunk saved", "kda_torch", "if save != NO_SLOT and call", "if call", "slots", "checkpoints"),
+    _mutant(
+        "checkpoint in its neighbour's slot", "kda_torch", "call.pool[save] = ", "call.pool[save + 1] = ", "checkpoints"
+    ),
+    # the recurrence
+    _mutant("Neumann series a term short", "kda_torch", "range(3)", "range(2)", *EXACT),
+    _mutant(
+        "decay after the update",
+        "kda_torch",
+        "state.mul_(decay).baddbmm_(update.mT, writers)",
+        "state.baddbmm_(update.mT, writers).mul_(decay)",
+        *EXACT,
+    ),
+    _mutant("state does not decay", "kda_torch", "state.mul_(decay)", "state", *EXACT),
+    _mutant("beta forgotten in the update", "kda_torch", " * beta.mT", "", *EXACT),
+    _mutant("beta forgotten in L", "kda_torch", "invert(beta * key", "invert(key", *EXACT),
+    _mutant("L keeps its diagonal", "kda_torch", "key_pairs.tril(-1)", "key_pairs.tril()", *EXACT),
+    _mutant("a token does not see itself", "kda_torch", "query_pairs.tril()", "query_pairs.tril(-1)", *EXACT),
+    _mutant("scale twice", "kda_torch", "* call.scale,", "* call.scale * call.scale,", *EXACT),
+    _mutant("scale forgotten", "kda_torch", " * call.scale,", ",", *EXACT),
+    _mutant("q not normalised", "kda_torch", "normalise(q) *", "q *", *EXACT),
+    _mutant("k not normalised", "kda_torch", "normalise(k)", "k", *EXACT),
+    _mutant("one decay for all channels", "kda_torch", "decay=last.exp()", "decay=last[..., :1].exp()", *EXACT),
+    # the gate
+    _mutant("dt_bias forgotten", "kda_torch", "g + call.dt_bias[:, None, :]", "g", *EXACT),
+    _mutant("exp of A_log forgotten", "kda_torch", "call.a_log.exp()", "call.a_log", *EXACT),
+    _mutant("unbounded gate by quotients", "kda_torch", "if call.lower_bound is None:", "if False:", "unbounded swept"),
+    _mutant("dead lanes decay", "kda_torch", "log_decay.masked_fill_(~live[:, None, :, None], 0)", "log_decay", *EXACT),
+    _mutant(
+        "dead lanes read memory",
+        "kda_torch",
+        "taken.masked_fill_(~live[:, :, None, None], 0)",
+        "taken",
+        *EXACT,
+        "company",
+    ),
+    # the convolution
+    _mutant(
+        "window not restored",
+        "conv",
+        "if call.windows is None or span.source == NO_SLOT:",
+        "if True:",
+        "conv exact",
+        "conv splits",
+    ),
+    _mutant("fresh request has a window", "conv", " or span.source == NO_SLOT:", ":", "conv fresh"),
+    _mutant("window never saved", "conv", "    if call.windows is None:\n        return\n", "    return\n", "conv splits"),
+    _mutant(
+        "window a token early",
+        "conv",
+        "history[tokens : tokens + WINDOW]",
+        "history[max(tokens - 1, 0) : max(tokens - 1, 0) + WINDOW]",
+        "conv splits",
+        "conv checkpoints",
+    ),
+    _mutant(
+        "window newest first",
+        "conv",
+        "history[tokens : tokens + WINDOW]",
+        "history[tokens : tokens + WINDOW].flip(0)",
+        "conv splits",
+        "conv checkpoints",
+    ),
+    _mutant(
+        "short step forgets its window",
+        "conv",
+        "save_windows(call, span, history)\n\n",
+        "save_windows(call, span, torch.cat((torch.zeros_like(history[:WINDOW]), history[WINDOW:])))\n\n",
+        "conv splits",
+        "conv checkpoints",
+    ),
+    _mutant("checkpoint without its window", "conv", "(*span.saves, (span.tokens", "((span.tokens", "conv checkpoints"),
+    _mutant("destination's window only", "conv", "(*span.saves, ", "(", "conv checkpoints"),
+    _mutant("taps reversed", "conv", ".unbind(1)", ".flip(1).unbind(1)", "conv exact"),
+    _mutant("bias forgotten", "conv", "total += call.bias", "pass", "conv exact"),
+    _mutant("SiLU forgotten", "conv", "if call.silu else total", "if False else total", "conv exact"),
+    # the same in Triton's source, where it costs little to see it
+    _mutant(
+        "lost initial state", "kda_triton", "    if source_slot >= 0:", "    if source_slot >= 99:", "slow", "restored"
+    ),
+    _mutant("Neumann series a term short", "kda_triton", "static_range(3)", "static_range(2)", "slow"),
+    _mutant(
+        "state of the wrong block of V",
+        "kda_triton",
+        "offset = (head * V + channels)[:, None] * K",
+        "offset = (head * V + (channels + 16) % V)[:, None] * K",
+        "slow",
+    ),
+    _mutant(
+        "transposed state",
+        "kda_triton",
+        "tl.load(source + source_slot * source_stride + offset,",
+        "tl.load(source + source_slot * source_stride + head * V * K + cols[None, :] * V + channels[:, None],",
+        "slow",
+    ),
+    _mutant(
+        "wrong destination slot",
+        "kda_triton",
+        "destination_slot * destination_stride",
+        "(destination_slot + 1) % 4 * destination_stride",
+        "slow",
+    ),
+    _mutant(
+        "checkpoint in its neighbour's slot",
+        "kda_triton",
+        "pool + save * pool_stride",
+        "pool + (save + 1) * pool_stride",
+        "checkpoints",
+    ),
+    _mutant(
+        "checkpoint before its last update",
+        "kda_triton",
+        "            tl.store(pool + save * pool_stride + offset, state.to(pool",
+        "            tl.store(pool + save * pool_stride + offset, (state - tl.dot(update, kr)).to(pool",
+        "checkpoints",
+    ),
+    _mutant("state does not decay", "kda_triton", "state = state * decay[None, :]", "state = state * 1.0", "slow"),
+    _mutant("beta forgotten in the update", "kda_triton", "inverse * strength[None, :]", "inverse", "slow"),
+    _mutant("beta forgotten in L", "kda_triton", "-kk * strength[:, None]", "-kk", "slow"),
+    _mutant("scale twice", "kda_triton", "+ 1e-6) * scale", "+ 1e-6) * scale * scale", "slow"),
+    _mutant(
+        "dt_bias forgotten",
+        "kda_triton",
+        "    drive = raw + bias\n    if BOUNDED",
+        "    drive = raw\n    if BOUNDED",
+        "slow",
+    ),
+    _mutant(
+        "unbounded gate by quotients",
+        "kda_triton",
+        "    if BOUNDED:\n        ki =",
+        "    if K > 0:\n        ki =",
+        "unbounded swept",
+    ),
+    _mutant(
+        "dead lanes decay",
+        "kda_triton",
+        "    total = tl.cumsum(tl.where(mask, log_decay, 0.0), 0)\n    last",
+        "    total = tl.cumsum(log_decay, 0)\n    last",
+        "slow",
+    ),
+    _mutant("window not restored", "conv_triton", "(source >= 0) & (before", "(source >= 99) & (before", "conv exact"),
+    _mutant("short step forgets its window", "conv_triton", "elif source >= 0:", "elif source >= 99:", "conv splits"),
+    _mutant(
+        "window newest first",
+        "conv_triton",
+        "tl.store(row, oldest, mask=cols < C)",
+        "tl.store(row, newest, mask=cols < C)",
+        "conv splits",
+    ),
+    _mutant("taps reversed", "conv_triton", "cols * WIDTH + tap", "cols * WIDTH + (WIDTH - 1 - tap)", "conv exact"),
+)
+
+
+def watchers(mutant: Mutant) -> tuple[str, ...]:
+    """The checks that the table shows of a mutant: those of its half of the layer."""
+    return tuple(CONV if mutant.module.startswith("conv") else KDA)
+
+
+def killed_by(mutant: Mutant, names: tuple[str, ...]) -> dict[str, str]:
+    """The checks that fail on the mutant, with what they say; an exception of another kind is no kill."""
+    failed = {}
+    plan_chunks.cache_clear()
+    try:
+        with swapped(mutant):
+            for name in names:
+                try:
+                    CHECKS[name](mutant.backend)
+                except AssertionError as error:
+                    failed[name] = str(error).splitlines()[0] if str(error) else "assertion"
+                except Exception as crash:
+                    print(f"{mutant.name}: {name} ended in {crash!r}", file=sys.stderr)
+    finally:
+        plan_chunks.cache_clear()
+    return failed
+
+
+def main() -> int:
+    survivors = 0
+    for mutant in MUTANTS:
+        failed = killed_by(mutant, watchers(mutant))
+        missing = mutant.killers - failed.keys()
+        survivors += not failed
+        print(f"{mutant.name:<48} {', '.join(failed) or 'SURVIVES'}{f'  MISSING {sorted(missing)}' if missing else ''}")
+    print(f"{len(MUTANTS)} mutants, {survivors} survive")
+    return survivors
+
+
+if __name__ == "__main__":
+    sys.exit(main())
