@@ -1,8 +1,8 @@
 """Is the shrunk trace canonical, small and quick? `python benchmarks/bench_shrink.py [SEEDS] [--json]`.
 
-For each kind of failure, the first failing example of every seed is shrunk: how many come to the same trace, its events,
-replays and seconds. Then the incident of the post-mortem, which must come to the trace of its kind. A machine that is
-busy with other things slows the wall clock, not the processor's, so both are given.
+For each kind of failure, the first failing example of every seed is shrunk: how many come to the same trace, its
+events, replays and seconds. Then the incident of the post-mortem, which must come to the trace of its kind. A machine
+that is busy with other things slows the clock on the wall more than the processor's, so both are given.
 """
 
 from __future__ import annotations

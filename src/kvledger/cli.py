@@ -17,16 +17,17 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 from kvledger import __version__
+from kvledger.commands import Shell, add_trace_options, chosen_rules
+from kvledger.commands.draw import add_perfetto, add_report
+from kvledger.commands.explain import add_explain
+from kvledger.commands.keep import add_fixture, add_shrink
 from kvledger.monitor import InvariantMonitor
 from kvledger.replay import TargetFactory, replay
 from kvledger.report import Replayed
-from kvledger.report.commands import add_perfetto, add_report
-from kvledger.report.explain import add_explain
 from kvledger.report.text import replay_lines, summary_line
-from kvledger.rules import PRESETS
+from kvledger.rules import PRESETS, AccountingRules
 from kvledger.schema import escaped, show
-from kvledger.targets import TARGETS
-from kvledger.testing.keep import add_fixture, add_shrink
+from kvledger.targets import find_target
 from kvledger.trace import MAX_FILE_BYTES, Trace, TraceError, load, loads
 
 OK, VIOLATION, BAD_INPUT, FAULT, INTERRUPTED, NO_READER = 0, 1, 2, 70, 130, 141
@@ -73,11 +74,11 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _replay(options: argparse.Namespace) -> int:
     """Every trace is read before one is run, and all are run before one is told of: bad input leaves no output."""
-    target = TARGETS[options.target] if options.device is None else _on_device(options.device)
+    target = options.target if options.device is None else _on_device(options.device)
     if options.traces.count("-") > 1:
         raise CommandError("replay: '-', standard input, can be read only once")
     traces = [(path, _read(path)) for path in options.traces]
-    replays = [_replayed(path, trace, options.rules, target) for path, trace in traces]
+    replays = [_replayed(path, trace, chosen_rules(options), target) for path, trace in traces]
     if options.json:
         documents = [replayed.outcome.document() for replayed in replays]
         _write(json.dumps(documents if len(documents) > 1 else documents[0], indent=2) + "\n")
@@ -100,9 +101,9 @@ def _read(path: str) -> Trace:
         raise CommandError(f"{STDIN}: {_words(error)}") from None
 
 
-def _replayed(path: str, trace: Trace, rules_name: str | None, target: TargetFactory) -> Replayed:
+def _replayed(path: str, trace: Trace, rules: AccountingRules | None, target: TargetFactory) -> Replayed:
     source = STDIN if path == "-" else path
-    rules = PRESETS[rules_name] if rules_name is not None else trace.accounting_rules
+    rules = rules or trace.accounting_rules
     monitor = InvariantMonitor()
     # the line of a TraceError is printed as it is, so the name goes in as the reader of traces would write it
     outcome = replay(trace, rules, target=target, monitor=monitor, source=escaped(source, 100, keep_end=True))
@@ -160,12 +161,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_replay(commands)
     _add_verify(commands)
-    tools: Any = {"read": _read, "write": _write, "one_of": _one_of}
-    add_explain(commands, **tools)
-    add_report(commands, error=CommandError, **tools)
-    add_perfetto(commands, error=CommandError, **tools)
-    add_shrink(commands, **tools)
-    add_fixture(commands, **tools)
+    for add in (add_explain, add_report, add_perfetto, add_shrink, add_fixture):
+        add(commands, SHELL)
     return parser
 
 
@@ -177,15 +174,7 @@ def _add_replay(commands: Any) -> None:
         description="Run traces and show, round by round, who was promised what and who spent it.",
         epilog="Exit status: 0 the verdict is ok, or as the trace expects under these rules; 1 it is not; 2 bad input.",
     )
-    parser.add_argument("traces", nargs="+", metavar="TRACE", help="a kvledger-trace/1 file; - is standard input")
-    _add_rules(parser, "run under this preset instead of the trace's own rules")
-    parser.add_argument(
-        "--target",
-        type=_one_of(TARGETS),
-        default="node",
-        metavar="NAME",
-        help=f"the scheduler under test: {_listed(TARGETS)} (default: node)",
-    )
+    add_trace_options(parser, SHELL, several=True)
     parser.add_argument(
         "--device",
         type=_one_of(("cpu", "cuda")),
@@ -208,16 +197,19 @@ def _add_verify(commands: Any) -> None:
         help="search for traces that break a promise",
         description="Search for traces that break a promise, and save the smallest ones.",
     )
-    _add_rules(parser, "search under this preset; may be given several times", action="append", default=[])
+    parser.add_argument(
+        "--rules",
+        type=_one_of(PRESETS),
+        metavar="NAME",
+        action="append",
+        default=[],
+        help=f"search under this preset; may be given several times: {_listed(PRESETS)}",
+    )
     parser.add_argument("--examples", type=_number(1), metavar="N", help="how many experiments to try")
     parser.add_argument("--seed", type=_number(0), metavar="S", help="makes a search repeatable")
     parser.add_argument("--save", metavar="DIR", help="where failing traces are saved")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run=_verify)
-
-
-def _add_rules(parser: argparse.ArgumentParser, words: str, **more: Any) -> None:
-    parser.add_argument("--rules", type=_one_of(PRESETS), metavar="NAME", help=f"{words}: {_listed(PRESETS)}", **more)
 
 
 def _one_of(names: Collection[str]) -> Callable[[str], str]:
@@ -227,6 +219,13 @@ def _one_of(names: Collection[str]) -> Callable[[str], str]:
         raise argparse.ArgumentTypeError(f"{show(text)} is none of {_listed(names)}")
 
     return parse
+
+
+def _target(name: str) -> TargetFactory:
+    try:
+        return find_target(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(escaped(str(error), 200)) from None
 
 
 def _number(minimum: int) -> Callable[[str], int]:
@@ -280,3 +279,6 @@ def _complain(line: str) -> None:
 
 def _words(error: OSError) -> str:
     return escaped(error.strerror or type(error).__name__, 80)
+
+
+SHELL = Shell(read=_read, write=_write, one_of=_one_of, target=_target, error=CommandError)

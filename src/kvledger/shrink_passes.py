@@ -50,7 +50,7 @@ Pass = Callable[[Trace], Generator[Trace, bool, None]]
 def measure(trace: Trace, rounds: int) -> Measure:
     """Smaller is simpler: rules, events, page, shape, rounds till it breaks, limits, then the sizes: sum, then each."""
     sizes = sizes_of(trace)
-    return _rules_distance(trace.rules), *outline(trace), rounds, _limits(trace.node), sum(sizes), sizes
+    return _rules_distance(trace.rules), outline(trace), rounds, _limits(trace.node), sum(sizes), sizes
 
 
 def outline(trace: Trace) -> Measure:
@@ -143,7 +143,7 @@ def with_sizes(trace: Trace, sizes: Sizes) -> Trace | None:
     if any(isinstance(event, Release) for event in events) and repaired(events) != events:
         return None
     settings: dict[str, Any] = {name: node.get(name, getattr(trace.node, name)) for name in NODE_SIZES}
-    return Trace(NodeSettings(**settings), rules, events)
+    return Trace(replace(trace.node, **settings), rules, events)
 
 
 def _resized(event: Event, rest: Iterator[int]) -> Event:

@@ -24,19 +24,22 @@ from kvledger.trace import Abort, Cached, Drain, Event, Hold, Round, Submit, Tie
 
 SHAPE_EVENTS = 4
 """Shapes of up to so many events are tried: about a hundred, and thousands with one more."""
-TRIES: Mapping[int, int] = {1: 128, 2: 32, 4: 32}
-"""Page sizes (no rounding to pages, little, plenty), and how many traces are tried of a shape of three events."""
+TRIES = 128
+"""So many traces are tried of a shape of up to three events with pages of one token, half as many of one of four."""
+ROUNDING_PAGES: Mapping[int, int] = {2: 32, 4: 32}
+"""Page sizes with a little and with plenty of rounding, and how many traces are tried with each."""
 
 Shape = tuple[Event, ...]
 """Events whose sizes mean nothing yet: every segment and hold stands for a size to be chosen."""
 
 
-def small_worlds(rules: str | AccountingRules) -> Iterator[tuple[Measure, Iterator[Trace]]]:
-    """Small traces in the order of their outlines, and each outline."""
+def small_worlds(rules: str | AccountingRules, page_size: int) -> Iterator[tuple[Measure, Iterator[Trace]]]:
+    """Small traces in the order of their outlines, and each outline. `page_size` is one that the target can do."""
+    pages = dict(sorted({**ROUNDING_PAGES, 1: TRIES, page_size: TRIES}.items()))
     for length in range(1, SHAPE_EVENTS + 1):
-        for page_size in TRIES:
+        for page, tries in pages.items():
             for shape in shapes(length):
-                yield (length, page_size, *shape_key(shape)), _instances(shape, page_size, rules)
+                yield (length, page, *shape_key(shape)), _instances(shape, page, rules, tries)
 
 
 # --- shapes
@@ -182,11 +185,11 @@ def nodes(page_size: int) -> tuple[NodeSettings, ...]:
     )
 
 
-def _instances(shape: Shape, page_size: int, rules: str | AccountingRules) -> Iterator[Trace]:
+def _instances(shape: Shape, page_size: int, rules: str | AccountingRules, tries: int) -> Iterator[Trace]:
     """Traces of a shape: a fixed choice of nodes, and of a landmark for each segment and hold."""
     names = list(dict.fromkeys(name for event in shape for name in _size_names(event)))
     choices = [(node, marks) for node in nodes(page_size) for marks in product(_LANDMARKS, repeat=len(names))]
-    tries = min(TRIES[page_size] >> max(0, len(shape) - 3), len(choices))
+    tries = min(tries if len(shape) < SHAPE_EVENTS else tries // 2, len(choices))
     # drawn, because neighbours in the product are much alike; from a seed of its own, because it must repeat
     for node, marks in random.Random(0).sample(choices, tries):
         tokens = _tokens(node, names, marks)

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import json
 import os
-import uuid
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib import resources
-from pathlib import Path
 from typing import Any, Literal
 
 from kvledger.arithmetic import ceil_pages
 from kvledger.node import NodeSettings
 from kvledger.request import Prompt
 from kvledger.rules import PRESETS, AccountingRules
+from kvledger.saving import write_whole
 from kvledger.schema import Schema, Unusable, escaped, show, show_path
 
 FORMAT = "kvledger-trace/1"
@@ -168,7 +166,7 @@ def to_document(trace: Trace) -> dict[str, Any]:
     document: dict[str, Any] = {"format": FORMAT}
     if trace.title:
         document["title"] = trace.title
-    document["node"] = asdict(trace.node)
+    document["node"] = {name: size for name, size in asdict(trace.node).items() if name != "state_slots" or size}
     document["rules"] = trace.rules if isinstance(trace.rules, str) else asdict(trace.rules)
     document["events"] = [_event_document(event) for event in trace.events]
     if trace.expect:
@@ -192,18 +190,8 @@ def dumps(trace: Trace) -> str:
 
 
 def write(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Writes `dumps(trace)` to a file that is either wholly new or left as it was. Raises `OSError`."""
-    data = dumps(trace).encode("ascii")
-    # not tempfile: its files can be read by their owner alone, and this one becomes a fixture
-    temporary = Path(path).with_name(f".{uuid.uuid4().hex}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+    """Writes `dumps(trace)` to a file that is either wholly new or left as it was. Raises OSError or ValueError."""
+    write_whole(path, [dumps(trace)])
 
 
 class _MisfitError(Exception):

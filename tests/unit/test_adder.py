@@ -275,6 +275,13 @@ def test_the_rules_grid_goes_before_the_nodes() -> None:
         assert chunks(adder) == [("A", "truncated", 0, end)]
 
 
+def test_a_hit_that_ends_off_the_grid_is_cut_on_the_grid() -> None:
+    """Our node never shows one; another cache may."""
+    adder = bench(chunk=704).adder
+    adder.add_one_req(Req("A", 5000, prefix_tokens=64, host_hit_tokens=64))
+    assert chunks(adder) == [("A", "truncated", 128, 768)]
+
+
 def test_a_budget_below_one_page_truncates_nobody() -> None:
     assert_refused(bench(chunk=63), Req("A", 64), OTHER)
 

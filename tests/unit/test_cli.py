@@ -324,7 +324,7 @@ def test_bad_standard_input(capsys, monkeypatch):
         (["replay", "t.json", "--rules", "\n\x1b[2J" + "x" * 9000], "is none of upstream, aligned, tail-reserved"),
         (["replay", "t.json", "--rules"], "--rules"),
         (["replay", "t.json", "--rule", "aligned"], "--rule"),
-        (["replay", "t.json", "--target", "vllm"], '"vllm" is none of node'),
+        (["replay", "t.json", "--target", "vllm"], "'vllm' is neither one of node nor package.module:attribute"),
         (["replay", "t.json", "--device", "tpu"], '"tpu" is none of cpu, cuda'),
         (["replay", "t.json", "--fast\n"], "--fast\\n"),
         (["verify", "--rules", "fixed"], '"fixed" is none of upstream, aligned, tail-reserved'),

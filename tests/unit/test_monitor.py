@@ -15,6 +15,7 @@ from kvledger.monitor import InvariantMonitor, checked_replay
 from kvledger.node import NodeSettings, PrefillNode, Watcher
 from kvledger.record import AllocationFailure, Decision, LiveRequest, RoundRecord, Snapshot
 from kvledger.replay import Replay, Stuck
+from kvledger.request import Prompt
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.trace import Abort, Drain, Event, Hold, Release, Round, Submit, Trace, TraceError, Transferred
 from tests.unit.builders import INCIDENT, INCIDENT_NODE, node_settings, prompt
@@ -314,6 +315,13 @@ CASES = [
         (resumed(),),
         "A",
         "256 tokens .* 192",
+    ),
+    Case(
+        "batch-in-budget",
+        "there is no gap behind what finished",
+        evidence(rules=AccountingRules(spend_gap=True), earlier=[WHOLE]),
+        (replace(WHOLE, request="F"),),
+        HEALTHY,
     ),
     Case(
         "batch-in-budget",
@@ -704,6 +712,51 @@ def test_a_finding_after_a_round() -> None:
     monitor = play([submit("A", 560), Round(), Round(), Round()], Redone, settings=settings)
     assert broken(monitor) == [("admitted-finishes", 2, "A")]
     assert "256" in monitor.broken[0].message
+
+
+def test_a_page_lost_in_a_round_is_found_after_it() -> None:
+    class Leaky(PrefillNode):
+        def run_round(self) -> RoundRecord:
+            self.pool.alloc(1)
+            return super().run_round()
+
+    found = broken(play([submit("A", 100), Round()], Leaky))
+    assert ("conserved", 1, None) in found
+
+
+def test_a_request_that_is_half_done_is_not_forgotten_by_a_transfer_that_does_nothing() -> None:
+    class Redone(Tampered):
+        def alter_record(self, record: RoundRecord) -> RoundRecord:
+            return replace(record, decisions=tuple(replace(d, start=0) for d in record.decisions))
+
+    settings = replace(SETTINGS, chunked_prefill_size=256)
+    monitor = play([submit("A", 560), Round(), Transferred("A"), Round()], Redone, settings=settings)
+    assert broken(monitor) == [("admitted-finishes", 2, "A")]
+
+
+def test_a_request_that_lives_on_after_its_end_is_found_and_one_before_its_end_is_not() -> None:
+    class Deaf(PrefillNode):
+        def transferred(self, rid: str) -> None: ...
+        def abort(self, rid: str) -> None: ...
+
+    in_flight: list[Event] = [submit("A", 100), Round()]
+    waiting: list[Event] = [submit("A", 100)]
+    assert broken(play([*in_flight, Transferred("A")], Deaf)) == [("ended-is-gone", 1, "A")]
+    assert broken(play([*in_flight, Abort("A")], Deaf)) == [("ended-is-gone", 1, "A")]
+    assert broken(play([*waiting, Transferred("A")], Deaf)) == [], "a transfer of what waits does nothing"
+    assert broken(play([*waiting, Abort("A")], Deaf)) == [("ended-is-gone", 0, "A")]
+    both: list[Event] = [submit("A", 100), Round(), submit("B", 100), Transferred("B")]
+    assert broken(play(both)) == [], "another one is in flight"
+
+
+def test_a_request_that_is_never_served_is_found_at_rest() -> None:
+    class Forgetful(PrefillNode):
+        def submit(self, rid: str, prompt: Prompt) -> str | None:
+            return None if rid == "lost" else super().submit(rid, prompt)
+
+    events: list[Event] = [submit("lost", 100), submit("A", 100), Drain()]
+    assert broken(play(events, Forgetful)) == [("everyone-served", 1, "lost")]
+    assert broken(play([submit("too long", 575), submit("lost", 100), Abort("lost"), Drain()], Forgetful)) == []
 
 
 def test_a_request_that_disappears_is_found_and_one_that_ends_is_not() -> None:

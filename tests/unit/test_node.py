@@ -144,6 +144,7 @@ def test_the_entry_takes_what_the_gate_takes_of_an_empty_pool_and_no_token_more(
     reason = node.submit("too long", prompt(("x", 640 - 64 - 1)))
     assert reason == "prompt 575 + first token 1 + page 64 = 640 tokens is not below the empty pool's 640"
     assert list(node.waiting) == ["fits"]
+    assert (node.settings.fits_empty_pool(574), node.settings.fits_empty_pool(575)) == (True, False)
     record = node.run_round()
     assert admitted(record) == [("fits", "whole", 0, 574)]
     assert (record.failure, node.in_flight()) == (None, ("fits",))
@@ -230,6 +231,26 @@ def test_a_page_locked_before_is_not_newly_locked() -> None:
 
 
 # --- step 3: order, and what ends a round
+
+
+def test_the_first_candidate_is_asked_even_if_nothing_is_left() -> None:
+    node = make_node()
+    node.hold("everything", 640)
+    submit(node, A=10)
+    record = node.run_round()
+    assert (refused(record), record.batch_is_full) == ([("A", "NO_TOKEN")], True)
+
+
+def test_the_first_candidate_behind_a_deferred_request_is_asked_too() -> None:
+    """Nothing has been added to the batch, so the state is not asked before it."""
+    node = make_node(AccountingRules(on_shortage="defer"), chunked_prefill_size=256)
+    submit(node, A=500)
+    node.run_round()
+    node.hold("other", 384)
+    submit(node, B=10)
+    record = node.run_round()
+    assert [(d.request, d.kind) for d in record.decisions] == [("A", "deferred"), ("B", "refused")]
+    assert record.batch_is_full
 
 
 def test_the_queue_is_asked_in_order_until_an_answer_that_is_not_continue() -> None:
@@ -411,6 +432,17 @@ def test_an_allocation_evicts_the_least_recently_used_unlocked_leaves() -> None:
     ]
 
 
+def test_what_a_round_evicted_dropped_and_shared_is_counted_for_that_round_alone() -> None:
+    node = make_node(host_tokens=64)
+    node.cache_on_device(prompt(("old", 512)), locked=False)
+    submit(node, A=300, B=60)
+    first, second = node.run_round(), node.run_round()
+    assert (first.evicted_pages, first.dropped_pages) == (4, 3), "five pages and one, two were free, one stays on host"
+    assert (second.evicted_pages, second.dropped_pages, second.shared_pages) == (0, 0, 0)
+    node.submit("C", prompt(("A", 300)))
+    assert node.run_round().shared_pages == 0, "a hit is no copy"
+
+
 def test_a_batch_is_allocated_in_order_and_what_fails_is_in_the_record() -> None:
     node = make_node("aligned", chunked_prefill_size=256)
     submit(node, A=500)
@@ -438,7 +470,7 @@ def test_a_load_back_that_finds_no_slots_is_a_failed_allocation(monkeypatch: pyt
     assert record.failure is not None
     assert (record.failure.request, record.failure.wanted) == ("A", 256)
     assert (record.failure.free, record.failure.evictable) == (128, 64)
-    assert (record.joined, node.in_flight()) == ((), ())
+    assert (record.joined, node.in_flight(), record.batch_is_full) == ((), (), False)
 
 
 def test_allocated_promises_are_settled_and_unallocated_ones_stay_open() -> None:
@@ -502,11 +534,14 @@ class SnapshotsAround(Watcher):
     def __init__(self, node: PrefillNode) -> None:
         self.node = node
         self.decisions: list[Decision] = []
+        self.calls: list[str] = []
 
     def before_decision(self) -> None:
+        self.calls.append("before")
         self.before = self.node.snapshot()
 
     def after_decision(self, decision: Decision) -> None:
+        self.calls.append("after")
         self.after = self.node.snapshot()
         self.decisions.append(decision)
 
@@ -518,6 +553,7 @@ def test_the_watcher_is_told_of_every_decision_in_order() -> None:
     node.watcher = watcher
     records = [node.run_round(), node.run_round()]
     assert watcher.decisions == [decision for record in records for decision in record.decisions]
+    assert watcher.calls == ["before", "after"] * len(watcher.decisions)
     assert [(d.request, d.kind) for d in watcher.decisions[:2]] == [("A", "truncated"), ("B", "refused")]
 
 
@@ -531,6 +567,26 @@ def node_with_a_request_everywhere() -> PrefillNode:
     node.run_round()
     assert (node.in_flight(), node.chunked_req, list(node.waiting)) == (("done",), node.live["half"], ["queued"])
     return node
+
+
+def test_a_snapshot_shows_who_holds_what() -> None:
+    snapshot = node_with_a_request_everywhere().snapshot()
+    assert [(r.rid, r.prompt_tokens, len(r.pages), r.shared_pages, r.in_flight) for r in snapshot.live] == [
+        ("done", 100, 2, 1, True),
+        ("half", 1000, 8, 8, False),
+    ]
+    assert (snapshot.page_size, snapshot.pool_pages, snapshot.free_pages) == (64, 100, 90)
+
+
+def test_a_refused_decision_has_no_chunk_and_loads_nothing_back() -> None:
+    node = make_node(chunked_prefill_size=704, pool_tokens=6400)
+    node.cache_on_device(prompt(("doc", 256)), locked=False)
+    node.cache_on_host(prompt(("doc", 512)))
+    submit(node, A=1000)
+    node.submit("B", prompt(("doc", 512), ("x", 500)))
+    (decision,) = node.run_round().refused
+    assert (decision.prompt_tokens, decision.prefix_tokens, decision.newly_locked_tokens) == (1012, 256, 256)
+    assert (decision.start, decision.tokens, decision.load_back) == (256, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -630,6 +686,15 @@ def test_caching_on_the_device_allocates_only_what_is_not_there_yet() -> None:
     assert usage(node) == (4, 6, 0)
     assert cached_tokens(node, ("doc", 384)) == (384, 0)
     assert node.tree.host_pages == 0
+
+
+def test_caching_a_prompt_again_makes_it_recent() -> None:
+    node = make_node()
+    node.cache_on_device(prompt(("doc", 128)), locked=False)
+    node.cache_on_device(prompt(("new", 128)), locked=False)
+    node.cache_on_device(prompt(("doc", 128)), locked=False)
+    node.hold("x", 64 * 8)
+    assert (cached_tokens(node, ("doc", 128)), cached_tokens(node, ("new", 128))) == ((128, 0), (0, 128))
 
 
 def test_caching_what_does_not_fit_changes_nothing() -> None:

@@ -30,6 +30,7 @@ ORDER = (
 HELPERS = {
     "checks_decision": "invariants",
     "checks_state": "invariants",
+    "saving": "trace",
     "schema": "trace",
     "shrink_passes": "shrink",
     "shrink_worlds": "shrink",

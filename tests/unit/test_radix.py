@@ -498,6 +498,23 @@ def test_the_queue_pops_every_leaf_once_oldest_first() -> None:
     assert popped == list(range(300))
 
 
+def test_dropping_what_is_stale_costs_a_few_looks_a_touch_however_many_leaves_there_are() -> None:
+    looks = 0
+
+    def is_leaf(_page: CachedPage) -> bool:
+        nonlocal looks
+        looks += 1
+        return True
+
+    queue = LeafQueue(is_leaf)
+    leaves = [CachedPage(f"leaf {number}", None, number) for number in range(1000)]
+    for touch in range(10_000):
+        leaf = leaves[touch * 7 % 1000]
+        leaf.last_used = touch
+        queue.offer(leaf)
+    assert looks <= 4 * 10_000
+
+
 def test_an_entry_goes_stale_when_its_page_is_used_or_locked() -> None:
     used, locked, plain = (CachedPage(key, None, serial) for serial, key in enumerate("ulp"))
     queue = LeafQueue(lambda page: not page.lock_refs)

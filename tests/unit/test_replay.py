@@ -383,6 +383,7 @@ def test_a_drain_ends_even_if_every_round_admits_and_nothing_finishes() -> None:
     assert outcome.stuck is not None
     assert outcome.stuck.message == "work is left after 24 rounds, more than any prefill needs"
     assert target.rounds == 24, "twice its ten pages, three for the request, and one"
+    assert scripted("+" * 1000, submit("B", 650), Drain())[0].rounds == 2 * (10 + 11) + 3 * 2 + 1
 
 
 def test_the_bound_is_above_what_the_slowest_real_prefill_takes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import time
 import unicodedata
@@ -21,7 +22,8 @@ from kvledger.report.pool_picture import MAX_BINS, bins_of
 from kvledger.report.recording import record
 from kvledger.report.round_data import FIGURES
 from kvledger.rules import PRESETS, AccountingRules
-from kvledger.trace import Drain, Hold, Round, Submit, Trace, dumps
+from kvledger.trace import Drain, Hold, Round, Submit, Trace, dumps, parse
+from tests.oracle.random_traces import random_trace
 from tests.unit.builders import node_settings, prompt
 from tests.unit.page_tree import Node, parsed
 from tests.unit.report_cases import CASES, CRASH, HOSTILE_NAMES, INCIDENT_TRACE, SMALL, hostile_trace, long_trace
@@ -332,6 +334,25 @@ def test_trace_without_rounds():
     document = page_of(Trace(node_settings(), "aligned", (Submit("a", prompt(("a", 64))),)))
     assert "Nothing was violated in 0 rounds." in document.text
     assert not document.all("svg", role="img")
+
+
+def test_long_batch_keeps_its_ends_and_adds_the_rest_up():
+    arrivals = [Submit(f"r{number}", prompt((f"r{number}", 64))) for number in range(60)]
+    document = page_of(Trace(node_settings(pool_tokens=64 * 200), "aligned", (*arrivals, Round())))
+    decisions = document.one("tbody", data_part="decisions").all("tr")
+    assert [row.one("bdi").text for row in decisions] == [f"r{n}" for n in (*range(20), *range(40, 60))]
+    assert "20 more requests admitted whole" in document.one("ul", class_="messages").text
+    rows = [row.one("th").text for row in document.one("tbody", data_part="waterfall").all("tr")]
+    assert "44 more requests 5632" in rows
+    assert "44 more requests 44" in rows
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_trace_gives_a_page(seed):
+    trace = parse(random_trace(random.Random(seed)), "t")
+    document = page_of(trace)
+    assert document.one("b", data_part="verdict").text == checked_replay(trace).verdict
+    assert document.one("pre").text == dumps(trace)
 
 
 def test_round_without_decisions():

@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from kvledger.node import PrefillNode
-from kvledger.replay import TargetFactory
+from kvledger.replay import Target, TargetFactory
 
 TARGETS: Mapping[str, TargetFactory] = MappingProxyType({"node": PrefillNode})
 
-__all__ = ["TARGETS"]
+
+def find_target(name: str) -> TargetFactory:
+    """A target by its registered name, or `package.module:attribute`. ValueError, one line, if there is none."""
+    if name in TARGETS:
+        return TARGETS[name]
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
+        raise ValueError(f"{name!r} is neither one of {', '.join(TARGETS)} nor package.module:attribute")
+    try:
+        factory: Any = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{name!r}: {error}") from error
+    if not callable(factory) or (isinstance(factory, type) and not _has_protocol(factory)):
+        raise ValueError(f"{name!r} does not make a kvledger target: see kvledger.replay.Target")
+    return factory  # type: ignore[no-any-return]
+
+
+def _has_protocol(factory: type) -> bool:
+    wanted = {name for name in vars(Target) if not name.startswith("_")}
+    return all(hasattr(factory, name) or name in getattr(factory, "__annotations__", {}) for name in wanted)

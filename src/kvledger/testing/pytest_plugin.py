@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from kvledger.testing.session import PROFILES, SESSION, find_rules, find_target
+from kvledger.targets import find_target
+from kvledger.testing.session import PROFILES, SESSION, find_rules
 
 PROPERTY = "kvledger"
 """The report property that carries a test's tally to the summary, from whichever worker ran it."""
@@ -75,8 +76,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     run = call.excinfo.value.machine
     invariant = run.monitor.broken[0].invariant
     failure = explain_unrepeatable(run.trace(), invariant, _save_folder(item.config), run.under_test.target)
-    report.user_properties.append(("kvledger_fixture", str(failure.path)))
-    report.user_properties.append(("kvledger_invariant", failure.invariant))
+    found = [("kvledger_fixture", str(failure.path)), ("kvledger_invariant", failure.invariant)]
+    report.user_properties += found
+    item.user_properties += found  # JUnit's properties are those of the teardown, which is reported later
     if item.config.getoption("verbose") < 1:
         report.longrepr = "\n".join(failure.lines)
         report.sections = []
@@ -105,7 +107,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if page and fixtures:
         from kvledger.report.html import page as html_page
         from kvledger.report.recording import record
-        from kvledger.report.saving import write_whole
+        from kvledger.saving import write_whole
         from kvledger.trace import load
 
         recordings = [record(load(path), None, target=SESSION.target, source=path) for path in fixtures]

@@ -4,36 +4,22 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from kvledger.commands import Shell, add_trace_options, chosen_rules
 from kvledger.report.html import page
 from kvledger.report.perfetto import trace_events
 from kvledger.report.recording import Recording, record
-from kvledger.report.saving import write_whole
-from kvledger.rules import PRESETS
+from kvledger.saving import write_whole
 from kvledger.schema import escaped
-from kvledger.targets import TARGETS
 from kvledger.trace import Trace
 
 VERDICTS_SHOWN = 5
 
 
-@dataclass(frozen=True, slots=True)
-class _Shell:
-    """What the command line gives: the trace of a path, printing, a type of some names, the error for one line."""
-
-    read: Callable[[str], Trace]
-    write: Callable[[str], None]
-    one_of: Callable[[Collection[str]], Callable[[str], str]]
-    error: Callable[[str], Exception]
-
-
-def add_report(commands: Any, **shell: Any) -> None:
-    """Add `kvledger report`. `read` gives the trace of a path, `write` prints, `one_of` makes a type of some names,
-    `error` is what to raise with one line of printable ASCII.
-    """
+def add_report(commands: Any, shell: Shell) -> None:
+    """Add `kvledger report`."""
     parser = commands.add_parser(
         "report",
         allow_abbrev=False,
@@ -42,12 +28,12 @@ def add_report(commands: Any, **shell: Any) -> None:
         "spent it, and since when it was too late.",
         epilog="Exit status: 0 the page was written, whatever it says; 2 bad input, or it cannot be written.",
     )
-    parser.add_argument("traces", nargs="+", metavar="TRACE", help="a kvledger-trace/1 file; - is standard input")
-    _add_options(parser, "FILE.html", lambda recordings: [page(recordings)], _Shell(**shell))
+    add_trace_options(parser, shell, several=True)
+    _add_options(parser, "FILE.html", lambda recordings: [page(recordings)], shell)
 
 
-def add_perfetto(commands: Any, **shell: Any) -> None:
-    """Add `kvledger perfetto`; the rest is as for `add_report`."""
+def add_perfetto(commands: Any, shell: Shell) -> None:
+    """Add `kvledger perfetto`."""
     parser = commands.add_parser(
         "perfetto",
         allow_abbrev=False,
@@ -56,30 +42,17 @@ def add_perfetto(commands: Any, **shell: Any) -> None:
         "for free, evictable, promised now, promised later and slack.",
         epilog="Exit status: 0 the file was written, whatever it says; 2 bad input, or it cannot be written.",
     )
-    parser.add_argument("traces", nargs=1, metavar="TRACE", help="a kvledger-trace/1 file; - is standard input")
-    _add_options(parser, "FILE.json", lambda recordings: trace_events(recordings[0]), _Shell(**shell))
+    add_trace_options(parser, shell)
+    _add_options(parser, "FILE.json", lambda recordings: trace_events(recordings[0]), shell)
 
 
 def _add_options(
     parser: argparse.ArgumentParser,
     output: str,
     draw: Callable[[Sequence[Recording]], Iterable[str]],
-    shell: _Shell,
+    shell: Shell,
 ) -> None:
     parser.add_argument("-o", "--output", required=True, metavar=output, help="the file to write")
-    parser.add_argument(
-        "--rules",
-        type=shell.one_of(PRESETS),
-        metavar="NAME",
-        help=f"run under this preset instead of the trace's own rules: {', '.join(PRESETS)}",
-    )
-    parser.add_argument(
-        "--target",
-        type=shell.one_of(TARGETS),
-        default="node",
-        metavar="NAME",
-        help=f"the scheduler under test: {', '.join(TARGETS)} (default: node)",
-    )
     command = parser.prog.split()[-1]
 
     def run(options: argparse.Namespace) -> int:
@@ -111,9 +84,9 @@ def _recordings(options: argparse.Namespace, read: Callable[[str], Trace]) -> li
         if path != "-" and _is_same(path, options.output):
             raise _UnusableError(f"{_shown(path)} would be overwritten")
     traces = [("<stdin>" if path == "-" else path, read(path)) for path in options.traces]
-    rules = PRESETS[options.rules] if options.rules is not None else None
+    rules = chosen_rules(options)
     return [
-        record(trace, rules, target=TARGETS[options.target], source=source, source_in_errors=_shown(source))
+        record(trace, rules, target=options.target, source=source, source_in_errors=_shown(source))
         for source, trace in traces
     ]
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from kvledger.cli import CommandError, _one_of
-from kvledger.report.commands import add_perfetto, add_report
-from kvledger.report.saving import write_whole
+from kvledger.cli import SHELL, CommandError
+from kvledger.commands.draw import add_perfetto, add_report
+from kvledger.saving import write_whole
 from kvledger.trace import Hold, Trace, TraceError, dumps, load
 from tests.unit.builders import node_settings
 from tests.unit.report_cases import INCIDENT_TRACE
@@ -24,7 +25,7 @@ class Shell:
         self.parser = argparse.ArgumentParser(prog="kvledger", exit_on_error=False)
         commands = self.parser.add_subparsers(required=True)
         for add in (add_report, add_perfetto):
-            add(commands, read=load, write=self.printed.append, one_of=_one_of, error=CommandError)
+            add(commands, replace(SHELL, read=load, write=self.printed.append))
 
     def __call__(self, *argv: str) -> int:
         options = self.parser.parse_args(argv)

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Collection
 from typing import Any
 
-from kvledger.report.saving import write_whole
-from kvledger.rules import PRESETS
+from kvledger.commands import Shell, add_trace_options, chosen_rules
+from kvledger.schema import escaped
 from kvledger.shrink import NothingToShrink, Shrunk, shrink
-from kvledger.targets import TARGETS
-from kvledger.testing.failure import explain_failure
-from kvledger.trace import Trace, dumps
-
-Read = Callable[[str], Trace]
-OneOf = Callable[[Collection[str]], Callable[[str], str]]
+from kvledger.trace import Trace, dumps, write
 
 
-def add_shrink(commands: Any, *, read: Read, write: Callable[[str], None], one_of: OneOf) -> None:
-    """Add the command; the arguments are the command line's own reader, printer and type of names."""
+def add_shrink(commands: Any, shell: Shell) -> None:
+    """Add `kvledger shrink`."""
     parser = commands.add_parser(
         "shrink",
         allow_abbrev=False,
@@ -27,28 +21,28 @@ def add_shrink(commands: Any, *, read: Read, write: Callable[[str], None], one_o
         description="Make a failing trace as small as it gets, with the same invariant broken.",
         epilog="Exit status: 0 it is small; 1 the trace breaks nothing; 2 bad input.",
     )
-    _add_common(parser, one_of)
+    add_trace_options(parser, shell)
     parser.add_argument("-o", metavar="FILE", dest="output", help="write it there instead of on standard output")
 
     def run(options: argparse.Namespace) -> int:
-        trace = read(options.trace)
+        trace = shell.read(options.traces[0])
         try:
-            shrunk = _shrink(trace, options)
+            shrunk = shrink(trace, rules=chosen_rules(options), target=options.target)
         except NothingToShrink as error:
             print(f"kvledger: shrink: {error}", file=sys.stderr)
             return 1
         if options.output is None:
-            write(dumps(shrunk.trace))
+            shell.write(dumps(shrunk.trace))
         else:
-            write_whole(options.output, [dumps(shrunk.trace)])
+            _save(options.output, shrunk.trace, shell)
         print(_effort(trace, shrunk), file=sys.stderr)
         return 0
 
     parser.set_defaults(run=run)
 
 
-def add_fixture(commands: Any, *, read: Read, write: Callable[[str], None], one_of: OneOf) -> None:
-    """Add the command; the arguments are the command line's own reader, printer and type of names."""
+def add_fixture(commands: Any, shell: Shell) -> None:
+    """Add `kvledger fixture`."""
     parser = commands.add_parser(
         "fixture",
         allow_abbrev=False,
@@ -56,35 +50,35 @@ def add_fixture(commands: Any, *, read: Read, write: Callable[[str], None], one_
         description="Shrink and explain a failing trace, and keep it with what every preset makes of it.",
         epilog="Exit status: 0 it is kept (already, perhaps); 1 the trace breaks nothing; 2 bad input.",
     )
-    _add_common(parser, one_of)
+    add_trace_options(parser, shell)
     parser.add_argument("--save", metavar="DIR", default="tests/regressions", help="where (default: tests/regressions)")
 
     def run(options: argparse.Namespace) -> int:
-        trace = read(options.trace)
+        from kvledger.testing.failure import explain_failure
+
+        trace = shell.read(options.traces[0])
         if options.rules is not None:
             trace = trace.with_rules(options.rules)
         try:
-            failure = explain_failure(trace, options.save, TARGETS[options.target])
+            failure = explain_failure(trace, options.save, options.target)
         except NothingToShrink as error:
             print(f"kvledger: fixture: {error}", file=sys.stderr)
             return 1
-        write("\n".join(failure.lines) + "\n")
+        except OSError as error:
+            place = escaped(str(error.filename or options.save), 100, keep_end=True)
+            raise shell.error(f"fixture: {place}: {escaped(error.strerror or 'cannot be written', 80)}") from None
+        shell.write("\n".join(failure.lines) + "\n")
         return 0
 
     parser.set_defaults(run=run)
 
 
-def _add_common(parser: argparse.ArgumentParser, one_of: OneOf) -> None:
-    parser.add_argument("trace", metavar="TRACE", help="a kvledger-trace/1 file; - is standard input")
-    parser.add_argument("--rules", type=one_of(PRESETS), metavar="NAME", help="under this preset, not the trace's own")
-    parser.add_argument(
-        "--target", type=one_of(TARGETS), default="node", metavar="NAME", help="the scheduler under test"
-    )
-
-
-def _shrink(trace: Trace, options: argparse.Namespace) -> Shrunk:
-    rules = PRESETS[options.rules] if options.rules else None
-    return shrink(trace, rules=rules, target=TARGETS[options.target])
+def _save(path: str, trace: Trace, shell: Shell) -> None:
+    try:
+        write(trace, path)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "not a file name"
+        raise shell.error(f"{escaped(path, 100, keep_end=True)}: {escaped(reason, 80)}") from None
 
 
 def _effort(trace: Trace, shrunk: Shrunk) -> str:
