@@ -132,7 +132,7 @@ def test_aborts_end_requests_waiting_begun_and_in_flight() -> None:
 def test_outsiders_do_nothing_here() -> None:
     replay = Replay(NODE, PRESETS["upstream"], target=FirstComeFirstServed, monitor=InvariantMonitor())
     for tier in ("host", "device"):
-        replay.apply(Cached(tier, Prompt([("doc", 16)])))  # type: ignore[arg-type]
+        replay.apply(Cached(tier, Prompt([("doc", 16)])))
     replay.apply(Hold("somebody", 8))
     replay.apply(Release("somebody"))
     replay.apply(Submit("A", Prompt([("A", 8)])))

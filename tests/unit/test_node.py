@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -664,9 +665,7 @@ def test_a_locked_prompt_is_never_evicted() -> None:
     assert usage(node) == (0, 0, 4)
     with pytest.raises(OutOfPages):
         node.hold("one more", 1)
-    assert [(page.lock_refs, page.pinned_refs) for page in node.snapshot().pages() if page.page is not None] == [
-        (1, 1)
-    ] * 4
+    assert [(page.lock_refs, page.pinned_refs) for page in node.snapshot().pages()] == [(1, 1)] * 4
 
 
 def test_a_locked_prompt_stays_locked_when_a_request_that_used_it_ends() -> None:
@@ -778,7 +777,7 @@ def test_without_a_host_tier_nothing_is_loaded_back() -> None:
 # --- what a round costs
 
 
-class CountingQueue(dict[str, Any]):
+class CountingQueue(OrderedDict[str, Any]):
     """A waiting queue that knows how many of its requests were looked at."""
 
     looked_at = 0

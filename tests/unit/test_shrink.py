@@ -13,7 +13,7 @@ from kvledger.record import RoundRecord, Snapshot
 from kvledger.replay import Target, TargetFactory
 from kvledger.request import Prompt
 from kvledger.rules import PRESETS, AccountingRules
-from kvledger.shrink import LONG, NothingToShrink, Shrunk, shrink
+from kvledger.shrink import SLOW_STEPS, NothingToShrink, Shrunk, shrink
 from kvledger.shrink_passes import letters, lowered, measure, normal_form, repaired, sizes_of, with_sizes
 from kvledger.shrink_worlds import shapes, small_worlds
 from kvledger.trace import (
@@ -220,8 +220,10 @@ def test_a_limit_ends_it_with_what_there_is(limits):
 
 
 def test_a_long_trace_is_not_replayed_often():
-    quiet = [event for number in range(LONG) for event in (Submit(f"q{number}", prompt((f"q{number}", 64))), Round())]
-    ends = [Transferred(f"q{number}") for number in range(LONG)]
+    quiet = [
+        event for number in range(SLOW_STEPS) for event in (Submit(f"q{number}", prompt((f"q{number}", 64))), Round())
+    ]
+    ends = [Transferred(f"q{number}") for number in range(SLOW_STEPS)]
     trace = replace(INCIDENT_TRACE, events=(*quiet, *ends, *INCIDENT))
     assert unhurried(trace).trace == TAIL_TRACE
 
