@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 from kvledger.arithmetic import align_chunk_end, ceil_tokens, floor_tokens
 from kvledger.ledger import ComputeLedger, Due, MemoryLedger
-from kvledger.rules import PRESETS, AccountingRules
+from kvledger.rules import AccountingRules, named_rules
 
 ChunkKind = Literal["whole", "truncated", "resumed"]
 
@@ -92,7 +92,7 @@ class PrefillAdder:
         deciding_rank: bool = True,
     ) -> None:
         self.page_size = page_size
-        self.rules = PRESETS[rules] if isinstance(rules, str) else rules
+        self.rules = named_rules(rules) if isinstance(rules, str) else rules
         self.grid_tokens = self.rules.grid_tokens(page_size=page_size, node_align=checkpoint_align)
         self.first_token = first_token
         self.deciding_rank = deciding_rank
@@ -170,6 +170,9 @@ class PrefillAdder:
         load_back = req.host_hit_tokens
         if load_back:
             self._load_back(req)
+        if load_back and self._load_back is _nothing:
+            # it is not allocated here and now, so the baseline will not show it
+            self.memory.promise(req.rid, "load_back", ceil_tokens(load_back, self.page_size), Due.NOW)
         self._add(req, "truncated" if cut else "whole", start, tokens, final=not cut, load_back=load_back)
         if cut:
             self.chunked_req = req

@@ -29,6 +29,7 @@ _DECISIONS = frozenset({"decisions"})
 _BATCHES = frozenset({"batches"})
 _GRID = frozenset({"batches", "grid"})
 _PAGES = frozenset({"pages"})
+_COUNTS = frozenset({"counts"})
 
 INVARIANTS: tuple[Invariant, ...] = (
     Invariant(
@@ -109,8 +110,8 @@ INVARIANTS: tuple[Invariant, ...] = (
         state.everyone_served,
         _BATCHES,
     ),
-    Invariant("conserved", "a page has one owner, and none is lost", "event", state.conserved, _PAGES),
+    Invariant("conserved", "a page has one owner, and none is lost", "event", state.conserved, _COUNTS),
     Invariant("no-use-after-free", "a page in use must not be given away", "event", state.no_use_after_free, _PAGES),
-    Invariant("quiescent", "what is left at rest is a leak", "rest", state.quiescent, _PAGES),
+    Invariant("quiescent", "what is left at rest is a leak", "rest", state.quiescent, _COUNTS),
     Invariant("progress", "a safe scheduler that starves is no scheduler", "stuck", state.progress),
 )

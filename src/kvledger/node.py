@@ -57,7 +57,7 @@ class Watcher:
 class PrefillNode(Occupancy):
     """The project's own scheduler, pool and prefix cache. Names of requests are unique over its life."""
 
-    capabilities = frozenset({"batches", "grid", "decisions", "offsets", "pages"})
+    capabilities = frozenset({"batches", "counts", "grid", "decisions", "offsets", "pages"})
 
     def __init__(self, settings: NodeSettings, rules: AccountingRules, watcher: Watcher | None = None) -> None:
         super().__init__(settings.page_size, settings.pool_pages, settings.host_pages)

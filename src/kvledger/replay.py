@@ -33,7 +33,8 @@ class Target(Protocol):
 
     `capabilities` says what it can show; an invariant that needs more is skipped by name: `batches` (which chunks
     ran), `grid` (it ends chunks on the checkpoint grid), `decisions` (each is told to the watcher as it is taken,
-    refusals too), `offsets` (what it has promised), `pages` (page identities in its snapshot). `submit` returns why a
+    refusals too), `offsets` (what it has promised), `counts` (pages free, cached and of each request: they add up),
+    `pages` (by identity). `submit` returns why a
     request can never be admitted, or None. `run_round` never raises for lack of memory: the record carries it.
     """
 
@@ -96,6 +97,16 @@ class Stuck:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """Something between rounds: after how many of them, what, to whom, and of how many tokens where that matters."""
+
+    rounds: int
+    what: str
+    name: str
+    tokens: int | None = None
+
+
 @dataclass(slots=True)
 class Outcome:
     """What a replay ended in; `document` is the JSON contract."""
@@ -105,6 +116,7 @@ class Outcome:
     rejected_at_submit: list[tuple[str, str]] = field(default_factory=list)
     failure: AllocationFailure | None = None
     stuck: Stuck | None = None
+    happenings: list[Happening] = field(default_factory=list)
 
     @property
     def verdict(self) -> str:
@@ -223,6 +235,8 @@ class Replay:
         """Let one event happen. EventError if it cannot."""
         if self.dead:
             return
+        if not isinstance(event, (Round, Drain)):
+            self.outcome.happenings.append(self._happening(event))
         match event:
             case Round():
                 self._round()
@@ -238,6 +252,25 @@ class Replay:
                 self._environment(event)
         if not isinstance(event, (Round, Drain)):
             self.monitor.after_event(event)
+
+    def _happening(self, event: Event) -> Happening:
+        rounds = len(self.outcome.rounds)
+        match event:
+            case Submit(request=rid, prompt=prompt):
+                return Happening(rounds, "submitted", rid, prompt.tokens)
+            case Transferred(request=rid):
+                moot = "" if rid in self.target.in_flight() else " (not in flight: nothing happens)"
+                return Happening(rounds, f"transferred{moot}", rid)
+            case Abort(request=rid):
+                return Happening(rounds, "aborted", rid)
+            case Cached(tier=tier, prompt=prompt, locked=locked):
+                where = f"cached on the {tier}{', locked' if locked else ''}"
+                return Happening(rounds, where, prompt.segments[-1][0], prompt.tokens)
+            case Hold(name=name, tokens=tokens):
+                return Happening(rounds, "held", name, tokens)
+            case Release(name=name, tokens=released):
+                return Happening(rounds, "released", name, released)
+        raise AssertionError(f"{event} is a round, not something between rounds")
 
     def _submit(self, rid: str, prompt: Prompt) -> None:
         reason = self.target.submit(rid, prompt)
@@ -295,6 +328,7 @@ class Replay:
         """Complete every transfer, in admission order; False if none was under way."""
         in_flight = self.target.in_flight()
         for rid in in_flight:
+            self.outcome.happenings.append(self._happening(Transferred(rid)))
             self.target.transferred(rid)
             self.monitor.after_event(Transferred(rid))
         return bool(in_flight)

@@ -42,3 +42,10 @@ PRESETS: Mapping[str, AccountingRules] = MappingProxyType(
         "tail-reserved": AccountingRules(reserve_tail=True),
     }
 )
+
+
+def named_rules(name: str) -> AccountingRules:
+    """A preset by its name. ValueError, one line, if there is none."""
+    if name not in PRESETS:
+        raise ValueError(f"{name!r} is none of {', '.join(PRESETS)}")
+    return PRESETS[name]

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from kvledger.arithmetic import ceil_pages
 from kvledger.evidence import needed_pages_of
 from kvledger.invariants import INVARIANTS, Invariant
 from kvledger.monitor import InvariantMonitor
@@ -41,7 +42,7 @@ from kvledger.shrink_passes import (
     simpler_rules,
 )
 from kvledger.shrink_worlds import small_worlds
-from kvledger.trace import Cached, Event, Hold, Trace, TraceError
+from kvledger.trace import Cached, Event, Hold, Submit, Trace, TraceError
 
 MAX_EVALUATIONS = 12_000
 BUDGET_SECONDS = 5.0
@@ -52,8 +53,9 @@ WORLD_EVALUATIONS = 4000
 """So many small worlds at most, whatever else was spent: how far they are tried must not depend on the seed."""
 ROUNDS = 6
 """A trace counts only if it breaks within so many rounds, or as many as the trace to be shrunk took."""
-LONG = 100
-"""A trace of more events and rounds is slow to replay: small worlds come first, and it is simplified if none fails."""
+SLOW_STEPS, SLOW_PAGES = 100, 2000
+"""A trace of more events and rounds, or of longer prompts, is slow to replay: small worlds come first, and it is
+simplified itself only if none of them fails."""
 STARTS = 3
 """The best traces of so many nodes of a small world are descended from."""
 
@@ -211,8 +213,14 @@ class _Found:
     measure: Measure
 
 
-def _size(found: _Found) -> Measure:
+def _place(found: _Found) -> Measure:
     return found.measure
+
+
+def _slow(found: _Found) -> bool:
+    prompts = [event.prompt for event in found.trace.events if isinstance(event, (Submit, Cached))]
+    pages = sum(ceil_pages(prompt.tokens, found.trace.node.page_size) for prompt in prompts)
+    return len(found.trace.events) + found.rounds > SLOW_STEPS or pages > SLOW_PAGES
 
 
 _SIMPLIFYING: dict[str, Pass] = {
@@ -267,21 +275,20 @@ class _Search:
             del simplifying["rules"]
         else:
             found = self._descend(found, {"rules": simplifying["rules"]})
-        if len(found.trace.events) + found.rounds <= LONG:
-            found = self._descend(found, simplifying)
-            small = self._small_world(found)
-        else:
+        rules = found.trace.rules
+        if _slow(found):
             small = self._small_world(found)
             found = self._descend(found, simplifying) if small is None else found
+        else:
+            found = self._descend(found, simplifying)
+            small = self._small_world(found)
         ends = [end for end in (small, found) if end is not None]
         if small is not None and outline(small.trace) < outline(found.trace):
             ends = [small]
-        found = min((self._descend(end, simplifying | _SIZING) for end in ends), key=_size)
-        while (small := self._small_world(found)) is not None:
-            smaller = self._descend(small, simplifying | _SIZING)
-            if not smaller.measure < found.measure:
-                break
-            found = smaller
+        found = min((self._descend(end, simplifying | _SIZING) for end in ends), key=_place)
+        if found.trace.rules != rules:
+            # now that sizes are small the rules could become simpler, and small worlds depend on them
+            self.run(found, keep_rules=keep_rules)
 
     def result(self) -> Trace:
         """The smallest trace in its normal form, unless names matter to the target; the title says what it breaks."""
@@ -297,7 +304,8 @@ class _Search:
         """The smallest of what the first failing outline gives, none of them beyond that of `found`."""
         bound = outline(found.trace)
         left = WORLD_EVALUATIONS
-        for shape, traces in small_worlds(found.trace.rules, found.trace.node.page_size):
+        finest = 1 if self._runs_pages_of_one(found.trace.rules) else found.trace.node.page_size
+        for shape, traces in small_worlds(found.trace.rules, finest):
             if shape > bound or left <= 0:
                 break
             hits: dict[NodeSettings, _Found] = {}
@@ -305,11 +313,20 @@ class _Search:
                 left -= 1
                 hit = self._breaks(trace, "small worlds", ROUNDS)
                 if hit is not None:
-                    hits[trace.node] = min(hit, hits.get(trace.node, hit), key=_size)
+                    hits[trace.node] = min(hit, hits.get(trace.node, hit), key=_place)
             if hits:
-                starts = sorted(hits.values(), key=_size)[:STARTS]
-                return min((self._descend(start, _SIZING) for start in starts), key=_size)
+                starts = sorted(hits.values(), key=_place)[:STARTS]
+                return min((self._descend(start, _SIZING) for start in starts), key=_place)
         return None
+
+    def _runs_pages_of_one(self, rules: str | AccountingRules) -> bool:
+        """Some targets do not: their kernels are made for larger pages."""
+        _, traces = next(small_worlds(rules))
+        try:
+            self._replay(next(traces), _Probe(()))
+        except Exception:
+            return False
+        return True
 
     def _descend(self, found: _Found, passes: Mapping[str, Pass]) -> _Found:
         before = None

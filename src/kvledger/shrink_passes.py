@@ -17,14 +17,12 @@ from kvledger.request import Prompt
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.trace import Abort, Cached, Drain, Event, Hold, Release, Round, Submit, Trace, Transferred
 
-NODE_SIZES = (
-    "page_size",
-    "checkpoint_align",
-    "chunked_prefill_size",
-    "max_prefill_tokens",
-    "pool_tokens",
-    "host_tokens",
+NODE_SIZES = tuple(setting.name for setting in fields(NodeSettings))
+assert NODE_SIZES[0] == "page_size", "passes that scale expect the page first"
+LIMITS = tuple(
+    name for name in NODE_SIZES if name not in ("page_size", "checkpoint_align", "pool_tokens", "host_tokens")
 )
+"""Settings of which None means: no limit."""
 RULE_SIZES = ("checkpoint_align", "truncation_align")
 FEW = 12
 """Of up to so many events or sizes, pairs and triples are tried too."""
@@ -99,8 +97,9 @@ def _switches_apart(rules: AccountingRules, other: AccountingRules) -> int:
 
 def _limits(node: NodeSettings) -> Measure:
     """A limit that is not there is simpler than one that is, and no host tier is simpler than one without a limit."""
+    limited = tuple(name for name in LIMITS if getattr(node, name) is not None)
     host = 0 if node.host_tokens == 0 else 1 if node.host_tokens is None else 2
-    return node.max_prefill_tokens is not None, host, node.chunked_prefill_size is not None
+    return len(limited), host, limited
 
 
 # --- sizes, apart from what they are the sizes of
@@ -127,7 +126,7 @@ def with_sizes(trace: Trace, sizes: Sizes) -> Trace | None:
     if min(sizes) < 1:
         return None
     rest = iter(sizes)
-    node = {name: next(rest) for name in NODE_SIZES if getattr(trace.node, name)}
+    node: dict[str, Any] = {name: next(rest) for name in NODE_SIZES if getattr(trace.node, name)}
     page_size = node["page_size"]
     if node["checkpoint_align"] % page_size or node["pool_tokens"] < page_size:
         return None
@@ -261,7 +260,7 @@ def simpler_events(trace: Trace) -> Iterator[Trace]:
 
 
 def _simpler(event: Event, unused: str) -> Iterator[Event]:
-    """The other way to pass time, a request for slots that somebody takes, no lock, another tier, a whole release."""
+    """The other way to pass time, a request for what somebody takes, no lock, another tier, a whole release."""
     match event:
         case Round():
             yield Drain()
@@ -271,6 +270,7 @@ def _simpler(event: Event, unused: str) -> Iterator[Event]:
             yield Submit(unused, prompt)
             if locked:
                 yield Cached(tier, prompt)
+                yield Hold(unused, prompt.tokens)
             yield Cached("host" if tier == "device" else "device", prompt)
         case Hold(_, tokens):
             yield Submit(unused, Prompt([(unused, tokens)]))
@@ -310,16 +310,11 @@ def simpler_prompts(trace: Trace) -> Iterator[Trace]:
 
 
 def fewer_limits(trace: Trace) -> Iterator[Trace]:
-    """No prefill limit, no host tier or one without a limit, no chunking; a grid of one page."""
+    """No limits at all and no host tier; then one limit less, another host tier, or a grid of one page."""
     node = trace.node
-    changes: tuple[dict[str, Any], ...] = (
-        {"max_prefill_tokens": None, "host_tokens": 0, "chunked_prefill_size": None},
-        {"max_prefill_tokens": None},
-        {"host_tokens": 0},
-        {"host_tokens": None},
-        {"chunked_prefill_size": None},
-        {"checkpoint_align": node.page_size},
-    )
+    none: dict[str, Any] = dict.fromkeys(LIMITS)
+    changes: list[dict[str, Any]] = [{**none, "host_tokens": 0}, *({name: None} for name in LIMITS)]
+    changes += [{"host_tokens": 0}, {"host_tokens": None}, {"checkpoint_align": node.page_size}]
     for change in changes:
         yield replace(trace, node=replace(node, **change))
 

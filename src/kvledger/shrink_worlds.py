@@ -25,17 +25,17 @@ from kvledger.trace import Abort, Cached, Drain, Event, Hold, Round, Submit, Tie
 SHAPE_EVENTS = 4
 """Shapes of up to so many events are tried: about a hundred, and thousands with one more."""
 TRIES = 128
-"""So many traces are tried of a shape of up to three events with pages of one token, half as many of one of four."""
-ROUNDING_PAGES: Mapping[int, int] = {2: 32, 4: 32}
+"""So many traces are tried of a shape of up to three events on nodes of the finest pages, half as many of four."""
+COARSE_PAGES: Mapping[int, int] = {2: 32, 4: 32}
 """Page sizes with a little and with plenty of rounding, and how many traces are tried with each."""
 
 Shape = tuple[Event, ...]
 """Events whose sizes mean nothing yet: every segment and hold stands for a size to be chosen."""
 
 
-def small_worlds(rules: str | AccountingRules, page_size: int) -> Iterator[tuple[Measure, Iterator[Trace]]]:
-    """Small traces in the order of their outlines, and each outline. `page_size` is one that the target can do."""
-    pages = dict(sorted({**ROUNDING_PAGES, 1: TRIES, page_size: TRIES}.items()))
+def small_worlds(rules: str | AccountingRules, finest: int = 1) -> Iterator[tuple[Measure, Iterator[Trace]]]:
+    """Small traces in the order of their outlines, and each outline. `finest` is the smallest page size to try."""
+    pages = {finest: TRIES} | {page: tries for page, tries in COARSE_PAGES.items() if page > finest}
     for length in range(1, SHAPE_EVENTS + 1):
         for page, tries in pages.items():
             for shape in shapes(length):
@@ -163,14 +163,14 @@ def _prompt(*segments: str) -> Prompt:
 
 @cache
 def nodes(page_size: int) -> tuple[NodeSettings, ...]:
-    """Chunks that end just below the next grid step, on each page, below the first grid step, inside a page; none."""
+    """Chunks that end half a grid step too far, on each page, below the first grid step, inside a page; and none."""
     grid = 8 * page_size
     sizes = (
-        (grid, 2 * grid - page_size),
-        (page_size, 4 * page_size),
-        (grid, 3 * page_size),
-        (grid, grid + page_size // 2),
-        (page_size, None),
+        (grid, grid + grid // 2, 4 * grid),
+        (page_size, 4 * page_size, 3 * grid),
+        (grid, grid - 2 * page_size, 3 * grid),
+        (grid, grid + page_size // 2, 3 * grid),
+        (page_size, None, 3 * grid),
     )
     return tuple(
         NodeSettings(
@@ -178,10 +178,10 @@ def nodes(page_size: int) -> tuple[NodeSettings, ...]:
             checkpoint_align=align,
             chunked_prefill_size=chunk,
             max_prefill_tokens=None,
-            pool_tokens=3 * grid,
+            pool_tokens=pool,
             host_tokens=None,
         )
-        for align, chunk in sizes
+        for align, chunk, pool in sizes
     )
 
 
@@ -204,9 +204,9 @@ def _one(_node: NodeSettings, _room: int) -> int:
     return 1
 
 
-def _residue(node: NodeSettings, _room: int) -> int:
-    """What a cut from a fresh chunk budget would leave of it, or a page."""
-    return (node.chunked_prefill_size or 0) % node.checkpoint_align or node.page_size
+def _half_grid(node: NodeSettings, _room: int) -> int:
+    """Fits in what a cut leaves of the chunk budget, if anything of use does."""
+    return max(node.page_size, node.checkpoint_align // 2)
 
 
 def _half(_node: NodeSettings, room: int) -> int:
@@ -221,7 +221,7 @@ def _page_too_many(node: NodeSettings, room: int) -> int:
     return room + node.page_size
 
 
-_LANDMARKS: tuple[Landmark, ...] = (_one, _residue, _half, _just_fits, _page_too_many)
+_LANDMARKS: tuple[Landmark, ...] = (_one, _half_grid, _half, _just_fits, _page_too_many)
 
 
 def _tokens(node: NodeSettings, names: Iterable[str], marks: Iterable[Landmark]) -> dict[str, int]:

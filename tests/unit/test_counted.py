@@ -102,6 +102,23 @@ def test_the_chunk_that_spends_a_tail_is_named_and_the_failure_follows() -> None
     assert outcome.failure.request == "A", "the oldest unfinished one stands for whoever failed"
 
 
+class Leaking(FirstComeFirstServed):
+    leaked_pages = 0
+
+    def finish(self, rid: str) -> None:
+        self.leaked_pages += 1
+        super().finish(rid)
+
+    def free_tokens(self) -> int:
+        return super().free_tokens() - 4 * self.leaked_pages
+
+
+def test_a_leak_is_called_one() -> None:
+    outcome = checked_replay(_trace(40, 30), target=Leaking)
+    assert outcome.broken[0].invariant == "conserved"
+    assert "1 belong to nobody" in outcome.broken[0].message
+
+
 def test_too_large_a_prompt_is_rejected_at_submit() -> None:
     outcome = checked_replay(_trace(59, 58), target=FirstComeFirstServed)
     assert [rid for rid, _ in outcome.rejected_at_submit] == ["A"]
@@ -111,8 +128,8 @@ def test_too_large_a_prompt_is_rejected_at_submit() -> None:
 def test_what_it_cannot_show_is_skipped_by_name() -> None:
     monitor = InvariantMonitor()
     Replay(NODE, PRESETS["upstream"], target=FirstComeFirstServed, monitor=monitor)
-    assert {"conserved", "order", "refusal-is-free", "on-grid"} <= set(monitor.skipped)
-    assert not {"promises-covered", "admitted-finishes", "progress"} & set(monitor.skipped)
+    assert {"no-use-after-free", "order", "refusal-is-free", "on-grid"} <= set(monitor.skipped)
+    assert not {"promises-covered", "admitted-finishes", "progress", "conserved", "quiescent"} & set(monitor.skipped)
 
 
 def test_aborts_end_requests_waiting_begun_and_in_flight() -> None:

@@ -425,7 +425,7 @@ def test_the_order_of_settings():
 
 
 def test_small_worlds_come_in_order_and_only_once():
-    order = [outline for outline, _ in small_worlds("aligned", 64)]
+    order = [outline for outline, _ in small_worlds("aligned")]
     assert order == sorted(order)
     assert len(order) == len(set(order))
 

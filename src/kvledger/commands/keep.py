@@ -51,6 +51,7 @@ def add_fixture(commands: Any, shell: Shell) -> None:
         epilog="Exit status: 0 it is kept (already, perhaps); 1 the trace breaks nothing; 2 bad input.",
     )
     add_trace_options(parser, shell)
+    parser.add_argument("--whole", action="store_true", help="keep the trace as it is instead of shrinking it")
     parser.add_argument("--save", metavar="DIR", default="tests/regressions", help="where (default: tests/regressions)")
 
     def run(options: argparse.Namespace) -> int:
@@ -60,7 +61,7 @@ def add_fixture(commands: Any, shell: Shell) -> None:
         if options.rules is not None:
             trace = trace.with_rules(options.rules)
         try:
-            failure = explain_failure(trace, options.save, options.target)
+            failure = explain_failure(trace, options.save, options.target, small=not options.whole)
         except NothingToShrink as error:
             print(f"kvledger: fixture: {error}", file=sys.stderr)
             return 1

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
-from kvledger.replay import Broken, Outcome
+from kvledger.record import RoundRecord
+from kvledger.replay import Broken, Happening, Outcome
 from kvledger.report import Replayed
 from kvledger.report.plain import COLUMNS, NAME_COLUMNS, named, plain, width, wrapped
 from kvledger.report.rounds import Gap, Layout, failure_words, gap_lines, round_lines, rounds_to_show, size_word
@@ -31,11 +32,31 @@ def replay_lines(replayed: Replayed, *, all_rounds: bool = False) -> list[str]:
     lines = heading_lines(replayed)
     for each in shown:
         lines.append("")
+        lines += _between_lines(outcome, each)
         if isinstance(each, Gap):
             lines += gap_lines(each)
         else:
             lines += round_lines(each, [broken for broken in outcome.broken if broken.round == each.round], layout)
+    afterwards = [each for each in outcome.happenings if outcome.rounds and each.rounds == len(outcome.rounds)]
+    if afterwards:
+        lines += ["", *wrapped(f"afterwards: {_happened(afterwards)}", 2)]
     return [*lines, "", *ending_lines(replayed)]
+
+
+def _between_lines(outcome: Outcome, shown: RoundRecord | Gap) -> list[str]:
+    """What happened before this round and after the one before it; the heading tells what came before the first."""
+    if isinstance(shown, Gap) or shown.round == 1:
+        return []
+    happenings = [each for each in outcome.happenings if each.rounds == shown.round - 1]
+    return [*wrapped(f"meanwhile: {_happened(happenings)}", 2), ""] if happenings else []
+
+
+def _happened(happenings: Sequence[Happening]) -> str:
+    """Grouped by what happened, in the order in which each first did."""
+    grouped: dict[str, list[tuple[str, int | None]]] = {}
+    for each in happenings:
+        grouped.setdefault(each.what, []).append((each.name, each.tokens))
+    return "; ".join(f"{what} {_named_sizes(sizes)}" for what, sizes in grouped.items())
 
 
 def _name_columns(outcome: Outcome) -> int:
@@ -87,7 +108,7 @@ def _switches(rules: AccountingRules) -> str:
 
 def _start_lines(events: Sequence[Event]) -> list[str]:
     """What is there before the first round, by the name of its prompt's last segment, its holder or its request."""
-    found: dict[str, list[tuple[str, int]]] = {}
+    found: dict[str, list[tuple[str, int | None]]] = {}
     for event in events:
         match event:
             case Round() | Drain():
@@ -104,10 +125,11 @@ def _start_lines(events: Sequence[Event]) -> list[str]:
     return [line for mark, each in zip(marks, words, strict=False) for line in wrapped(mark + each, 9)]
 
 
-def _named_sizes(sizes: Sequence[tuple[str, int]]) -> str:
+def _named_sizes(sizes: Sequence[tuple[str, int | None]]) -> str:
     if len(sizes) <= NAMES_SHOWN:
-        return ", ".join(f"{named(name)} {tokens}" for name, tokens in sizes)
-    return f"{len(sizes)} of them, {sum(tokens for _, tokens in sizes)} in all"
+        return ", ".join(named(name) if tokens is None else f"{named(name)} {tokens}" for name, tokens in sizes)
+    known = [tokens for _, tokens in sizes if tokens is not None]
+    return f"{len(sizes)} of them" + (f", {sum(known)} in all" if known else "")
 
 
 # --- how it ended

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -21,12 +24,27 @@ def find_target(name: str) -> TargetFactory:
     if not colon:
         raise ValueError(f"{name!r} is neither one of {', '.join(TARGETS)} nor package.module:attribute")
     try:
-        factory: Any = getattr(importlib.import_module(module_name), attribute)
+        with _here_importable():
+            factory: Any = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{name!r}: {error}") from error
     if not callable(factory) or (isinstance(factory, type) and not _has_protocol(factory)):
         raise ValueError(f"{name!r} does not make a kvledger target: see kvledger.replay.Target")
     return factory  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _here_importable() -> Iterator[None]:
+    """The current folder counts, as it does for `python -m`; a console script would not look there."""
+    here = os.getcwd()
+    added = here not in sys.path
+    if added:
+        sys.path.append(here)
+    try:
+        yield
+    finally:
+        if added:
+            sys.path.remove(here)
 
 
 def _has_protocol(factory: type) -> bool:

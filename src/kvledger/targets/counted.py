@@ -7,6 +7,7 @@ more (offsets, refusals, page identities) is skipped by name.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import islice
 
 from kvledger.adder import AddReqResult
 from kvledger.arithmetic import ceil_pages
@@ -28,7 +29,7 @@ class CountedTarget:
     is done holds its slots until `finish`.
     """
 
-    capabilities = frozenset({"batches"})
+    capabilities = frozenset({"batches", "counts"})
 
     def __init__(self, settings: NodeSettings, watcher: Watcher) -> None:
         self.settings = settings
@@ -174,6 +175,7 @@ class CountedTarget:
         allocated = self.allocated_tokens()
         untold_tokens = sum(tokens for rid, tokens in allocated.items() if rid not in self._begun)
         in_flight = self.in_flight()
+        numbers = iter(range(sum(allocated.values())))
         return Snapshot(
             page_size=page_size,
             pool_pages=pool_pages,
@@ -181,12 +183,14 @@ class CountedTarget:
             never_used=range(pool_pages - (self.free_tokens() + untold_tokens) // page_size, pool_pages),
             cached=(),
             live=tuple(
-                LiveRequest(rid, tokens, _numbered(allocated.get(rid, 0), page_size), 0, rid in in_flight)
+                LiveRequest(
+                    rid,
+                    tokens,
+                    tuple(islice(numbers, ceil_pages(allocated.get(rid, 0), page_size))),
+                    0,
+                    rid in in_flight,
+                )
                 for rid, tokens in self._begun.items()
             ),
             waiting=tuple(self._waiting),
         )
-
-
-def _numbered(tokens: int, page_size: int) -> tuple[int, ...]:
-    return tuple(range(ceil_pages(tokens, page_size)))

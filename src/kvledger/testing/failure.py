@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvledger.diagnose import diagnose
+from kvledger.monitor import checked_replay
 from kvledger.replay import TargetFactory
 from kvledger.report.explained import explanation_lines
 from kvledger.shrink import NothingToShrink, shrink
-from kvledger.testing.fixtures import save_fixture
+from kvledger.testing.fixtures import fixture_name, save_fixture
 from kvledger.trace import Trace
 
 
@@ -24,12 +25,22 @@ class Failure:
 
 
 def explain_failure(
-    trace: Trace, folder: str | os.PathLike[str], target: TargetFactory, *, invariant: str | None = None
+    trace: Trace,
+    folder: str | os.PathLike[str],
+    target: TargetFactory,
+    *,
+    invariant: str | None = None,
+    small: bool = True,
 ) -> Failure:
-    """Shrink `trace`, save what is left of it in `folder`, and say in words what it shows.
+    """Shrink `trace` (unless it is to stay as it is), save it in `folder`, and say in words what it shows.
 
     NothingToShrink if it does not break `invariant` (None: anything) when it is replayed.
     """
+    if not small:
+        outcome = checked_replay(trace, target=target)
+        if not outcome.broken:
+            raise NothingToShrink(f"the trace does not break any invariant (verdict {outcome.verdict})")
+        return _kept(trace, outcome.broken[0].invariant, "Kept as it is.", folder, target)
     shrunk = shrink(trace, target=target, invariant=invariant)
     effort = f"Shrunk from {len(trace.events)} events to {len(shrunk.trace.events)} in {shrunk.evaluations:,} replays."
     return _kept(shrunk.trace, shrunk.invariant, effort, folder, target)
@@ -47,6 +58,8 @@ def explain_unrepeatable(
 
 
 def _kept(trace: Trace, invariant: str, effort: str, folder: str | os.PathLike[str], target: TargetFactory) -> Failure:
+    there = (Path(folder) / fixture_name(trace, invariant)).exists()
     path = save_fixture(trace, invariant, folder, target=target)
     explanation = explanation_lines(diagnose(trace, target=target))
-    return Failure(invariant, path, (f"{invariant} is broken. {effort}", *explanation, f"fixture: {path}"))
+    kept = f"fixture: {path}{' (it was there already)' if there else ''}"
+    return Failure(invariant, path, (f"{invariant} is broken. {effort}", *explanation, kept))

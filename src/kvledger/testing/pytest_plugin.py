@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 
-from kvledger.targets import find_target
-from kvledger.testing.session import PROFILES, SESSION, find_rules
+from kvledger.replay import TargetFactory
+from kvledger.rules import named_rules
+from kvledger.targets import TARGETS, find_target
+from kvledger.testing.fixtures import target_name
+from kvledger.testing.session import PROFILES, SESSION
 
 PROPERTY = "kvledger"
 """The report property that carries a test's tally to the summary, from whichever worker ran it."""
@@ -27,7 +30,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--kvledger-target", metavar="NAME", help="a registered target, or package.module:attribute")
     group.addoption("--kvledger-rules", metavar="PRESET", help="search under this preset instead of the tests' own")
     group.addoption("--kvledger-profile", choices=PROFILES, default="dev", help="how long to search (default: dev)")
-    group.addoption("--kvledger-save", metavar="DIR", help="where failing traces go (default: tests/regressions)")
+    group.addoption(
+        "--kvledger-save",
+        metavar="DIR",
+        help="where failing traces go (default: tests/regressions)",
+    )
     group.addoption("--kvledger-report", metavar="FILE", help="write the failing traces as one HTML page")
     group.addoption(
         "--kvledger-observe", action="store_true", help="count moves and branches by Hypothesis's own records"
@@ -40,7 +47,9 @@ def pytest_configure(config: pytest.Config) -> None:
         name = config.getoption("--kvledger-target") or "node"
         SESSION.target, SESSION.target_name = find_target(name), name
         rules = config.getoption("--kvledger-rules")
-        SESSION.rules = find_rules(rules) if rules else None
+        if rules:
+            named_rules(rules)
+        SESSION.rules = rules
     except ValueError as error:
         raise pytest.UsageError(f"kvledger: {error}") from None
     SESSION.profile = config.getoption("--kvledger-profile")
@@ -75,7 +84,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
     run = call.excinfo.value.machine
     invariant = run.monitor.broken[0].invariant
-    failure = explain_unrepeatable(run.trace(), invariant, _save_folder(item.config), run.under_test.target)
+    target = run.under_test.target
+    failure = explain_unrepeatable(run.trace(), invariant, _save_folder(item.config, target), target)
     found = [("kvledger_fixture", str(failure.path)), ("kvledger_invariant", failure.invariant)]
     report.user_properties += found
     item.user_properties += found  # JUnit's properties are those of the teardown, which is reported later
@@ -87,9 +97,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
-def _save_folder(config: pytest.Config) -> Path:
+def _save_folder(config: pytest.Config, target: TargetFactory) -> Path:
+    """Fixtures of another scheduler keep apart: what replays ours would run them on the wrong one."""
     folder = config.getoption("--kvledger-save")
-    return Path(folder) if folder else config.rootpath / "tests" / "regressions"
+    if folder:
+        return Path(folder)
+    regressions: Path = config.rootpath / "tests" / "regressions"
+    return regressions if target is TARGETS["node"] else regressions / target_name(target)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -123,7 +137,8 @@ def _summary_lines(tallies: list[dict[str, Any]], fixtures: Iterable[str]) -> It
         observed.update(tally["observed"])
     examples, rounds = (sum(tally[key] for tally in tallies) for key in ("examples", "rounds"))
     skipped = sorted({name for tally in tallies for name in tally["skipped"]})
-    yield f"target {SESSION.target_name}: {examples:,} examples, {rounds:,} rounds in {len(tallies)} tests"
+    targets = sorted({tally["target"] for tally in tallies})
+    yield f"target {', '.join(targets)}: {examples:,} examples, {rounds:,} rounds in {len(tallies)} tests"
     yield "reached: " + (", ".join(f"{branch} {count:,}" for branch, count in reached.most_common()) or "nothing")
     if skipped:
         yield f"not asked, for the target cannot show it: {', '.join(skipped)}"

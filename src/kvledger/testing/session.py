@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvledger.replay import TargetFactory
-from kvledger.rules import PRESETS
 from kvledger.targets import TARGETS
 
 PROFILES = ("dev", "ci", "nightly")
@@ -23,10 +22,3 @@ class Session:
 
 
 SESSION = Session()
-
-
-def find_rules(name: str) -> str:
-    """A preset's name. ValueError, one line, if it is none."""
-    if name not in PRESETS:
-        raise ValueError(f"{name!r} is none of {', '.join(PRESETS)}")
-    return name

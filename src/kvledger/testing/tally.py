@@ -11,6 +11,7 @@ from typing import Any
 
 from hypothesis.internal.observability import add_observability_callback, remove_observability_callback
 
+from kvledger.testing.fixtures import target_name
 from kvledger.testing.machine import AdmissionMachine
 
 
@@ -23,12 +24,14 @@ class Tally:
     reached: Counter[str] = field(default_factory=Counter)
     observed: Counter[str] = field(default_factory=Counter)
     skipped: set[str] = field(default_factory=set)
+    target: str = ""
 
     def add(self, machine: AdmissionMachine) -> None:
         self.examples += 1
         self.rounds += machine.monitor.rounds
         self.reached.update(machine.monitor.reached)
         self.skipped.update(machine.monitor.skipped)
+        self.target = target_name(machine.under_test.target)
 
     @contextmanager
     def observations(self, wanted: bool) -> Iterator[None]:
@@ -56,6 +59,7 @@ class Tally:
             "reached": dict(self.reached),
             "observed": dict(self.observed),
             "skipped": sorted(self.skipped),
+            "target": self.target,
         }
         return [
             ("kvledger", json.dumps(tally)),
