@@ -3,7 +3,7 @@
 For one sub-chunk of 16 tokens, G the inclusive cumulative log decay inside it (per key channel):
 
     kd = k e^G,  qd = scale q e^G,  ki = k e^-G,  kr = k e^(G_last - G)
-    L = strict_tril(beta kd ki^T),  M = tril(qd ki^T),  T = (I + L)^-1 = (I - L)(I + L^2)(I + L^4)(I + L^8)
+    L = strict_tril(beta kd ki^T),  M = tril(qd ki^T),  T = (I + L)^-1
     U = T [beta (v - kd S^T)],  O = qd S^T + M U,  S <- S e^G_last + U^T kr
 
 A dead lane (before the chunk's first token or past its last) has k = q = v = g = beta = 0 and so changes nothing.
@@ -130,10 +130,22 @@ def pair_products(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor) 
 
 
 def invert(lower: torch.Tensor) -> torch.Tensor:
-    """(I + L)^-1 for strictly lower triangular L [.., 16, 16], whose 16th power is zero."""
-    power = -lower
-    inverse = power + torch.eye(CHUNK, device=lower.device)
-    for _ in range(3):
-        power = power @ power
-        inverse = inverse + inverse @ power
+    """(I + L)^-1 for strictly lower triangular L [.., 16, 16].
+
+    Blocks of 4 by their series (I - D)(I + D^2), then pairs of blocks: (I + D + N)^-1 = X - X N X, X = (I + D)^-1. Six
+    products, as many as FlashKDA's (I - L)(I + L^2)(I + L^4)(I + L^8), without its cancellation: for equal keys L^8 has
+    entries in the thousands, and the outputs an error of 7e-5 instead of 1e-6.
+    """
+    diagonal = lower * same_block(4, lower)
+    inverse = torch.eye(CHUNK, device=lower.device) - diagonal
+    inverse = inverse + inverse @ (diagonal @ diagonal)
+    for size in (4, 8):
+        below = lower * (same_block(2 * size, lower) & ~same_block(size, lower))
+        inverse = inverse - inverse @ below @ inverse
     return inverse
+
+
+def same_block(size: int, like: torch.Tensor) -> torch.Tensor:
+    """Which entries of a [16, 16] matrix lie in its diagonal blocks of `size`."""
+    block = torch.arange(CHUNK, device=like.device) // size
+    return block[:, None] == block

@@ -8,8 +8,8 @@ Mathematics and names: kda_torch, after FlashKDA's deep dive.
 Chosen from builds for sm_90 and from a float64 study of rounding; no run on a GPU stands behind it yet:
 
 - V-blocks of 64 on 4 warps: every product with the state is a wgmma whose A operand (S, W or U) stays in registers.
-- T in fp32 multiply-adds ("ieee"). In tf32 it is lost with slow gates and correlated keys: RMS 0.09 of the output.
-- With bf16 inputs, T, M, W and U are tf32 and U enters the state as two bf16 halves: RMS 0.003. All in bf16: 0.008.
+- With bf16 inputs, T, M, W and U are tf32 and U enters the state as two bf16 halves: RMS 0.003 with slow gates and
+  correlated keys. With them in bf16: 0.008. With T by FlashKDA's series in tf32: 0.09; by blocks as here: 0.003.
 """
 
 from __future__ import annotations
@@ -105,11 +105,16 @@ def terms_kernel(
     strength = tl.load(beta + (base * H + head) + rows * H, mask=live, other=0.0).to(tl.float32)
     strength = tl.where(live, 1.0 / (1.0 + tl.exp(-strength)), 0.0)
     below = rows[:, None] > rows[None, :]
-    power = tl.where(below, -kk * strength[:, None], 0.0)
-    inverse = tl.where(rows[:, None] == rows[None, :], 1.0, power)
-    for _ in tl.static_range(3):
-        power = tl.dot(power, power, input_precision="ieee")
-        inverse = inverse + tl.dot(inverse, power, input_precision="ieee")
+    lower = tl.where(below, kk * strength[:, None], 0.0)
+    diagonal = tl.where((rows // 4)[:, None] == (rows // 4)[None, :], lower, 0.0)
+    inverse = tl.where(rows[:, None] == rows[None, :], 1.0, -diagonal)
+    square = tl.dot(diagonal, diagonal, input_precision=PRECISION)
+    inverse = inverse + tl.dot(inverse, square, input_precision=PRECISION)
+    for size in tl.static_range(2, 4):  # blocks of 4, then of 8
+        apart = (rows >> size)[:, None] != (rows >> size)[None, :]
+        together = (rows >> (size + 1))[:, None] == (rows >> (size + 1))[None, :]
+        left = tl.dot(inverse, tl.where(apart & together, lower, 0.0), input_precision=PRECISION)
+        inverse = inverse - tl.dot(left, inverse, input_precision=PRECISION)
 
     wide = rows[:, None] * K + cols[None, :]
     cell = cell.to(tl.int64)

@@ -147,7 +147,7 @@ def other_is_minimal(e: Evidence, decision: Decision) -> Finding | None:
 
 def fix_is_minimal(e: Evidence, decision: Decision) -> Finding | None:
     """A NO_TOKEN must hold against the books counted afresh: tail and newcomer together do not fit."""
-    if decision.reason is not AddReqResult.NO_TOKEN:
+    if decision.reason is not AddReqResult.NO_TOKEN or decision.no_slot:
         return None
     need, left = gate_tokens(e, decision)
     if not need < left:

@@ -34,6 +34,7 @@ OK, VIOLATION, BAD_INPUT, FAULT, INTERRUPTED, NO_READER = 0, 1, 2, 70, 130, 141
 
 STDIN = "<stdin>"
 EXECUTOR = "kvledger.kernels.executor"
+DEVICES = ("cpu", "cuda", "interpret")
 VERIFY_NEEDS = frozenset({"hypothesis", "rich", "pytest", "xdist"})
 MAX_NUMBER = 2**63 - 1
 
@@ -74,16 +75,23 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _replay(options: argparse.Namespace) -> int:
     """Every trace is read before one is run, and all are run before one is told of: bad input leaves no output."""
-    target = options.target if options.device is None else _on_device(options.device)
+    target = options.target if options.device is None else _on_device("replay", options.device)
     if options.traces.count("-") > 1:
         raise CommandError("replay: '-', standard input, can be read only once")
     traces = [(path, _read(path)) for path in options.traces]
-    replays = [_replayed(path, trace, chosen_rules(options), target) for path, trace in traces]
+    note: Callable[[], str] | None = getattr(target, "note", None)
+    replays, notes = [], []
+    for path, trace in traces:
+        replays.append(_replayed(path, trace, chosen_rules(options), target))
+        notes.append(["", note()] if note else [])
     if options.json:
         documents = [replayed.outcome.document() for replayed in replays]
         _write(json.dumps(documents if len(documents) > 1 else documents[0], indent=2) + "\n")
     else:
-        reports = ["\n".join(replay_lines(replayed, all_rounds=options.all_rounds)) for replayed in replays]
+        reports = [
+            "\n".join([*replay_lines(replayed, all_rounds=options.all_rounds), *more])
+            for replayed, more in zip(replays, notes, strict=True)
+        ]
         if len(replays) > 1:
             reports.append(summary_line(replays))
         _write("\n\n".join(reports) + "\n")
@@ -110,14 +118,17 @@ def _replayed(path: str, trace: Trace, rules: AccountingRules | None, target: Ta
     return Replayed(source, trace, rules, outcome, tuple(monitor.skipped))
 
 
-def _on_device(device: str) -> TargetFactory:
+def _on_device(command: str, device: str) -> TargetFactory:
     """The node with its batches run by real kernels: `target(device)` of the executor, once there is one."""
     try:
         factory: Callable[[str], TargetFactory] = importlib.import_module(EXECUTOR).target
     except (ImportError, AttributeError) as error:
         reason = escaped(str(error), 120)
-        raise CommandError(f"replay: --device {device}: no executor to run batches on ({reason})") from None
-    return factory(device)
+        raise CommandError(f"{command}: --device {device}: no executor to run batches on ({reason})") from None
+    try:
+        return factory(device)
+    except RuntimeError as error:
+        raise CommandError(f"{command}: --device {device}: {escaped(str(error), 200)}") from None
 
 
 # --- verify
@@ -127,7 +138,8 @@ def _verify(options: argparse.Namespace) -> int:
     try:
         verify: Any = importlib.import_module("kvledger.testing.verify")
         rules = list(dict.fromkeys(options.rules))
-        status: int = verify.command(rules, options.examples, options.seed, options.save, options.json)
+        on_device = [] if options.device is None else [_on_device("verify", options.device)]
+        status: int = verify.command(rules, options.examples, options.seed, options.save, options.json, *on_device)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in VERIFY_NEEDS:
@@ -175,12 +187,7 @@ def _add_replay(commands: Any) -> None:
         epilog="Exit status: 0 the verdict is ok, or as the trace expects under these rules; 1 it is not; 2 bad input.",
     )
     add_trace_options(parser, SHELL, several=True)
-    parser.add_argument(
-        "--device",
-        type=_one_of(("cpu", "cuda")),
-        metavar="cpu|cuda",
-        help="run the batches on a real paged pool, there",
-    )
+    _add_device(parser)
     parser.add_argument(
         "--json",
         action="store_true",
@@ -205,11 +212,21 @@ def _add_verify(commands: Any) -> None:
         default=[],
         help=f"search under this preset; may be given several times: {_listed(PRESETS)}",
     )
+    _add_device(parser)
     parser.add_argument("--examples", type=_number(1), metavar="N", help="how many experiments to try")
     parser.add_argument("--seed", type=_number(0), metavar="S", help="makes a search repeatable")
     parser.add_argument("--save", metavar="DIR", help="where failing traces are saved")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run=_verify)
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device",
+        type=_one_of(DEVICES),
+        metavar="|".join(DEVICES),
+        help="run the batches on a real paged pool, there",
+    )
 
 
 def _one_of(names: Collection[str]) -> Callable[[str], str]:

@@ -14,7 +14,7 @@ from kvledger.trace import Abort, Event, Submit, Trace, Transferred
 
 
 class InvariantMonitor(Monitor):
-    """Asks each invariant at its moments and keeps the first time it does not hold."""
+    """Asks each invariant, and those that the target brings along, at its moments; keeps the first time one fails."""
 
     def __init__(self, invariants: Iterable[Invariant] = INVARIANTS) -> None:
         super().__init__()
@@ -26,6 +26,9 @@ class InvariantMonitor(Monitor):
 
     def attach(self, target: Target, settings: NodeSettings, rules: AccountingRules) -> None:
         self._target = target
+        for invariant in getattr(target, "invariants", ()):
+            if all(invariant not in pending for pending in self._pending.values()):
+                self._pending.setdefault(invariant.when, []).append(invariant)
         for when, invariants in self._pending.items():
             able = [invariant for invariant in invariants if invariant.needs <= target.capabilities]
             self.skipped += [invariant.name for invariant in invariants if invariant not in able]

@@ -7,7 +7,7 @@ allocate and run. Step numbers in comments are those of the design.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvledger.adder import AddReqResult, Chunk, PrefillAdder
 from kvledger.arithmetic import ceil_pages, floor_tokens
@@ -16,6 +16,7 @@ from kvledger.pool import OutOfPages, PrefillOutOfMemory
 from kvledger.record import Decision, DecisionKind, RoundRecord, Snapshot
 from kvledger.request import Prompt, Request, RequestState
 from kvledger.rules import AccountingRules
+from kvledger.slots import StateSlots
 from kvledger.views import decision_of, device_page, failure_of, snapshot_of
 
 FIRST_TOKEN = 1
@@ -24,7 +25,11 @@ FIRST_TOKEN = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """A node's sizes in tokens. None: chunking off, no prefill limit, no host limit; host_tokens 0: no host tier."""
+    """A node's sizes in tokens. None: chunking off, no prefill limit, no host limit; host_tokens 0: no host tier.
+
+    `state_slots` counts the recurrent states, of requests and of checkpoints, that the node has room for; None: no
+    limit.
+    """
 
     page_size: int
     checkpoint_align: int
@@ -32,6 +37,7 @@ class NodeSettings:
     max_prefill_tokens: int | None
     pool_tokens: int
     host_tokens: int | None
+    state_slots: int | None = None
 
     @property
     def pool_pages(self) -> int:
@@ -70,14 +76,16 @@ class PrefillNode(Occupancy):
         self.live: dict[str, Request] = {}
         self.rounds = 0
         self._unsettled: PrefillAdder | None = None
+        self.slots = self._open_slots()
+        self.tree.mover = self.slots
 
     # --- what arrives from outside
 
     def submit(self, rid: str, prompt: Prompt) -> str | None:
         """Queue a request, or say why it could never be admitted: the entry asks what the gate will ask."""
-        need = prompt.tokens + FIRST_TOKEN + self.page_size
-        pool_tokens = self.settings.pool_pages * self.page_size
-        if not need < pool_tokens:
+        if not self.settings.fits_empty_pool(prompt.tokens):
+            need = prompt.tokens + FIRST_TOKEN + self.page_size
+            pool_tokens = self.settings.pool_pages * self.page_size
             return (
                 f"prompt {prompt.tokens} + first token {FIRST_TOKEN} + page {self.page_size} = {need} tokens is not "
                 f"below the empty pool's {pool_tokens}"
@@ -95,6 +103,16 @@ class PrefillNode(Occupancy):
         """End a request wherever it is; nothing happens if it has ended already."""
         if self.waiting.pop(rid, None) is None and rid in self.live:
             self._end(self.live[rid])
+
+    def cache_on_device(self, prompt: Prompt, *, locked: bool) -> None:
+        super().cache_on_device(prompt, locked=locked)
+        if self.slots is not None:
+            self.slots.cover(self.tree.match(prompt.page_keys(self.page_size)))
+
+    def cache_on_host(self, prompt: Prompt) -> None:
+        super().cache_on_host(prompt)
+        if self.slots is not None:
+            self.slots.cover_on_host(self.tree.match(prompt.page_keys(self.page_size)))
 
     # --- one round
 
@@ -152,6 +170,12 @@ class PrefillNode(Occupancy):
             first_token=FIRST_TOKEN,
         )
 
+    def _open_slots(self) -> StateSlots | None:
+        """The books of the state slots; None where they have no limit and nobody keeps states."""
+        if self.settings.state_slots is None:
+            return None
+        return StateSlots(self.settings.state_slots, self.page_size, self.grid_tokens)
+
     def _resume(self, adder: PrefillAdder, decisions: list[Decision]) -> None:
         """Step 2."""
         request = self.chunked_req
@@ -185,6 +209,8 @@ class PrefillNode(Occupancy):
         newly_locked_pages = sum(1 for cached in request.device_hit if not cached.lock_refs)
         self.watcher.before_decision()
         batch_before = len(adder.can_run_list)
+        if self.slots is not None and not self.slots.has_room():
+            return self._refuse_without_slot(adder, decisions, request)
         try:
             state = adder.add_one_req(request)
         except OutOfPages as error:
@@ -205,11 +231,21 @@ class PrefillNode(Occupancy):
         self._decided(decisions, decision)
         return state, joined
 
+    def _refuse_without_slot(
+        self, adder: PrefillAdder, decisions: list[Decision], request: Request
+    ) -> tuple[AddReqResult, bool]:
+        """No state slot can be had for it: memory is short, of the other kind."""
+        state = AddReqResult.NO_TOKEN
+        self._decided(decisions, replace(decision_of(adder, request, "refused", reason=state), no_slot=True))
+        return state, False
+
     def _match(self, request: Request) -> None:
         """The usable hit: full pages without the last token, device first, floored to the grid where state is saved."""
         keys = request.prompt.page_keys(self.page_size)[: (request.prompt_tokens - 1) // self.page_size]
         found = self.tree.match(keys)
         usable = found[: floor_tokens(len(found) * self.page_size, self.grid_tokens) // self.page_size]
+        if self.slots is not None:
+            usable = list(self.slots.usable(found))
         request.device_hit = [cached for cached in usable if cached.page is not None]
         request.host_hit = usable[len(request.device_hit) :]
         request.prefix_tokens = len(request.device_hit) * self.page_size
@@ -225,6 +261,8 @@ class PrefillNode(Occupancy):
         request.device_hit, request.host_hit = [], []
         request.state = RequestState.ADMITTED
         self.live[request.rid] = request
+        if self.slots is not None:
+            self.slots.take_live(request.rid, request.locked)
 
     def _allocate_batch(self, adder: PrefillAdder) -> PrefillOutOfMemory | None:
         """Step 8, in batch order. Stops at the first chunk that finds too few slots."""
@@ -248,7 +286,11 @@ class PrefillNode(Occupancy):
         for chunk in adder.can_run_list:
             request = self.live[chunk.request.rid]
             request.prefix_tokens = chunk.end
+            if self.slots is not None:
+                self.slots.reserve(request.rid, chunk.start, chunk.end)
             self._cache_full_pages(request)
+            if self.slots is not None:
+                self.slots.attach(request.rid, request.locked)
             if chunk.end == request.prompt_tokens:
                 request.state = RequestState.IN_FLIGHT
 
@@ -264,6 +306,8 @@ class PrefillNode(Occupancy):
         """The request's lock goes, its cached pages become evictable, its partly filled last page is freed."""
         self.tree.unlock(request.locked)
         self.pool.free(request.pages[request.shared_pages :])
+        if self.slots is not None:
+            self.slots.end(request.rid)
         request.state = RequestState.ENDED
         del self.live[request.rid]
         if self.chunked_req is request:

@@ -54,6 +54,22 @@ def _is_host_leaf(page: CachedPage) -> bool:
     return page.page is None and page.parent is not None and not page.lock_refs and not page.children
 
 
+class PageMover:
+    """Told of each cached page that changes its tier, so that what belongs to it can follow; here nothing does."""
+
+    def evicted(self, cached: CachedPage, page: int) -> None:
+        """It leaves device page `page`, which is still its own, for the host."""
+
+    def dropped(self, cached: CachedPage) -> None:
+        """It has left the host."""
+
+    def filled(self, cached: CachedPage, page: int) -> None:
+        """It is on device `page`, freshly computed; a copy on the host is one no more."""
+
+    def loaded_back(self, path: Sequence[CachedPage]) -> None:
+        """These have device pages now, and come from the host."""
+
+
 class PrefixTree:
     """Prefixes over a device pool and a host tier of `host_pages` (None: no limit). Counts: pages; sizes: tokens."""
 
@@ -61,6 +77,7 @@ class PrefixTree:
         self.pool = pool
         self.page_size = pool.page_size
         self.host_limit_pages = host_pages
+        self.mover: PageMover | None = None
         self.root = CachedPage(None, None, 0)
         self.evictable_pages = 0
         self.protected_pages = 0
@@ -161,6 +178,8 @@ class PrefixTree:
         victim = self._device_leaves.pop()
         assert victim is not None, f"{self.evictable_pages} pages count as evictable, but no leaf is"
         assert victim.page is not None and victim.parent is not None
+        if self.mover is not None:
+            self.mover.evicted(victim, victim.page)
         self.pool.free([victim.page])
         victim.page = None
         del self._on_device[victim.serial]
@@ -184,16 +203,25 @@ class PrefixTree:
             del self._cached[victim.serial]
             self.host_pages -= 1
             self.dropped_pages += 1
+            if self.mover is not None:
+                self.mover.dropped(victim)
             self._host_leaves.offer(victim.parent)
 
     # --- growth
 
     def load_back(self, path: Sequence[CachedPage]) -> None:
-        """Move host pages to newly allocated device pages, locked before anything is evicted for them."""
+        """Move host pages to newly allocated device pages, locked before anything is evicted for them. OutOfPages."""
         self.lock(path)
-        pages = self.allocate(len(path))
+        try:
+            pages = self.allocate(len(path))
+        except OutOfPages:
+            for cached in path:
+                cached.lock_refs -= 1
+            raise
         for cached, page in zip(path, pages, strict=True):
             self._land_on_device(cached, page)
+        if self.mover is not None:
+            self.mover.loaded_back(path)
         self.touch(path)
 
     def insert(self, parent: CachedPage, keys: Sequence[Hashable], pages: Sequence[int]) -> list[CachedPage]:
@@ -207,6 +235,8 @@ class PrefixTree:
             self.lock([cached])
             if cached.page is None:
                 self._land_on_device(cached, page)
+                if self.mover is not None:
+                    self.mover.filled(cached, page)
             else:
                 self.pool.free([page])
                 self.shared_pages += 1

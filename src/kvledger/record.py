@@ -20,7 +20,8 @@ class Decision:
     """One answer of the adder, with the ledger's figures right after it.
 
     [start, end) is the chunk (empty for a refusal); `prefix_tokens` the device hit, of which `newly_locked_tokens`
-    were evictable until this request's lock; `load_back` what was copied up from the host at once.
+    were evictable until this request's lock; `load_back` what was copied up from the host at once. `no_slot`: it is a
+    state slot that the refused one lacks, not tokens.
     """
 
     request: str
@@ -33,6 +34,7 @@ class Decision:
     newly_locked_tokens: int = 0
     reason: AddReqResult | None = None
     forced: bool = False
+    no_slot: bool = False
     baseline: int
     rem_total_tokens: int
     cur_rem_tokens: int

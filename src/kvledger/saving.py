@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
 from collections.abc import Iterable
@@ -10,7 +11,13 @@ from pathlib import Path
 
 
 def write_whole(path: str | os.PathLike[str], pieces: Iterable[str]) -> None:
-    """Write UTF-8 text beside `path` and put it there in one step. Raises OSError; ValueError for no file name."""
+    """Write UTF-8 text beside `path` and put it there in one step. Raises OSError; ValueError for no file name.
+
+    A link is followed; what is there and is no regular file (a device, a pipe) is refused, not replaced.
+    """
+    path = os.path.realpath(path)
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        raise OSError(errno.EINVAL, "not a regular file", path)
     # not tempfile: its files can be read by their owner alone, and this one is to be handed on
     temporary = Path(path).with_name(f".{uuid.uuid4().hex}.tmp")
     try:

@@ -20,6 +20,8 @@ from kvledger.kernels.reference import kda_recurrence
 
 Kind = Literal["default", "slow", "swept"]
 
+TOKENS = ("q", "k", "v", "g", "beta")
+
 FP32_RATIO = 3e-5
 FP32_TOKEN_RATIO = 3e-4
 """Of the worst token and head: one whose output happens to be small has the rounding of its neighbours."""
@@ -53,27 +55,29 @@ class Inputs:
     def cu_seqlens(self) -> torch.Tensor:
         return torch.tensor(self.bounds, dtype=torch.int64)
 
+    def changed(self, **fields: Any) -> Inputs:
+        return replace(self, **fields)
+
     def rows(self, begin: int, end: int) -> Inputs:
         """Tokens [begin, end) as one sequence."""
-        taken = {name: getattr(self, name)[:, begin:end] for name in ("q", "k", "v", "g", "beta")}
-        return replace(self, **taken, lengths=(end - begin,), states=self.states[:1])
+        taken = {name: getattr(self, name)[:, begin:end] for name in TOKENS}
+        return self.changed(**taken, lengths=(end - begin,), states=self.states[:1])
 
     def sequence(self, n: int) -> Inputs:
-        return replace(self.rows(self.bounds[n], self.bounds[n + 1]), states=self.states[n : n + 1])
+        return self.rows(self.bounds[n], self.bounds[n + 1]).changed(states=self.states[n : n + 1])
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """The same numbers, rounded to `dtype`; states, A_log and dt_bias stay."""
-        return replace(self, **{name: getattr(self, name).to(dtype) for name in ("q", "k", "v", "g", "beta")})
+        return self.changed(**{name: getattr(self, name).to(dtype) for name in TOKENS})
 
     @cached_property
     def exact(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Float64 outputs [T, H, V] and final states [N, H, V, K], one token after another."""
         outputs, finals = [], []
         for begin, end, state in zip(self.bounds, self.bounds[1:], self.states, strict=False):
-            tokens = (tensor[0, begin:end] for tensor in (self.q, self.k, self.v, self.g, self.beta))
-            out, final, _ = kda_recurrence(
-                *tokens, self.scale, self.a_log, self.dt_bias, self.lower_bound, initial_state=state
-            )
+            tokens: dict[str, Any] = {name: getattr(self, name)[0, begin:end] for name in TOKENS}
+            gate: dict[str, Any] = {"a_log": self.a_log, "dt_bias": self.dt_bias, "lower_bound": self.lower_bound}
+            out, final, _ = kda_recurrence(**tokens, **gate, scale=self.scale, initial_state=state)
             outputs.append(out)
             finals.append(final)
         return np.concatenate(outputs), np.stack(finals)
@@ -135,7 +139,7 @@ def run(inputs: Inputs, backend: Backend | None = None, **options: Any) -> torch
         **options,
     )
     assert answer is out
-    return out[0]
+    return out.squeeze(0)
 
 
 def rms_ratio(result: Any, exact: np.ndarray[Any, Any]) -> float:

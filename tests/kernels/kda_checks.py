@@ -16,7 +16,17 @@ from kvledger.kernels.conv import causal_conv_fwd
 from kvledger.kernels.launch import Backend
 from kvledger.kernels.reference import causal_convolution
 from kvledger.kernels.state_plan import NO_SLOT, StateSlots, grid_points
-from tests.kernels.inputs import FP32_RATIO, FP32_TOKEN_RATIO, Inputs, Kind, make_inputs, rms_ratio, run, same_bits
+from tests.kernels.inputs import (
+    FP32_RATIO,
+    FP32_TOKEN_RATIO,
+    TOKENS,
+    Inputs,
+    Kind,
+    make_inputs,
+    rms_ratio,
+    run,
+    same_bits,
+)
 from tests.kernels.inputs import worst_token as worst
 
 Check = Callable[[Backend], None]
@@ -59,8 +69,9 @@ def agrees(kind: Kind, lower_bound: float | None) -> Check:
         inputs = drawn(kind, lower_bound)
         final = torch.full_like(inputs.states, float("nan"))
         no_slot = (NO_SLOT,) * len(LENGTHS)
-        options = {"initial_state": inputs.states, "final_state": final, "slots": StateSlots(no_slot, no_slot, STARTS)}
-        assert_exact(inputs, run(inputs, backend, **options), final)
+        slots = StateSlots(no_slot, no_slot, STARTS)
+        out = run(inputs, backend, initial_state=inputs.states.clone(), final_state=final, slots=slots)
+        assert_exact(inputs, out, final)
 
     return check
 
@@ -69,7 +80,7 @@ def flash_kda_would_notice(backend: Backend) -> None:
     """FlashKDA's random inputs, and what is left of them after the first sub-chunk: last outputs and final state."""
     inputs = drawn("default", lengths=(40,))
     final = torch.empty_like(inputs.states)
-    out = run(inputs, backend, initial_state=inputs.states, final_state=final)
+    out = run(inputs, backend, initial_state=inputs.states.clone(), final_state=final)
     assert rms_ratio(out[16:], inputs.exact[0][16:]) < 0.005, "outputs past token 16"
     assert rms_ratio(final, inputs.exact[1]) < 0.005, "final state"
 
@@ -79,7 +90,7 @@ def one_piece(inputs: Inputs, backend: Backend, starts: tuple[int, ...]) -> tupl
     final = torch.empty_like(inputs.states)
     none = (NO_SLOT,) * len(inputs.lengths)
     slots = StateSlots(none, none, starts)
-    return run(inputs, backend, initial_state=inputs.states, final_state=final, slots=slots), final
+    return run(inputs, backend, initial_state=inputs.states.clone(), final_state=final, slots=slots), final
 
 
 def splits_do_not_matter(backend: Backend) -> None:
@@ -146,10 +157,13 @@ def company_does_not_matter(backend: Backend) -> None:
         alone = one_piece(inputs.sequence(n), backend, STARTS[n : n + 1])
         assert same_bits(alone[0], out[begin:end]), f"outputs of sequence {n}"
         assert same_bits(alone[1], final[n : n + 1]), f"state of sequence {n}"
-    v = inputs.v.clone()
-    v[:, inputs.bounds[2] :] = float("nan")
-    sick, _ = one_piece(Inputs(**{**vars(inputs), "v": v}), backend, STARTS)
-    assert same_bits(sick[: inputs.bounds[2]], out[: inputs.bounds[2]]), "a neighbour's NaN shows"
+    healthy = slice(*inputs.bounds[2:4])
+    fields = {name: torch.full_like(getattr(inputs, name), float("nan")) for name in TOKENS}
+    for name, field in fields.items():
+        field[:, healthy] = getattr(inputs, name)[:, healthy]
+    sick, states = one_piece(inputs.changed(**fields), backend, STARTS)
+    assert same_bits(sick[healthy], out[healthy]), "a neighbour's NaN shows"
+    assert same_bits(states[2], final[2]), "a neighbour's NaN is in the state"
 
 
 def fresh_requests_start_from_zero(backend: Backend) -> None:
@@ -157,7 +171,7 @@ def fresh_requests_start_from_zero(backend: Backend) -> None:
     inputs = drawn("slow")
     pool = pool_of(inputs.states[:2], (0, 11))
     out = run(inputs, backend, state_pool=pool, slots=StateSlots((NO_SLOT,) * 4, (0, 3, NO_SLOT, 7), STARTS))
-    zero = Inputs(**{**vars(inputs), "states": torch.zeros_like(inputs.states)})
+    zero = inputs.changed(states=torch.zeros_like(inputs.states))
     exact, final = one_piece(zero, backend, STARTS)
     assert same_bits(out, exact)
     assert same_bits(pool[[0, 3, 7]], final[[0, 1, 3]])
@@ -236,6 +250,7 @@ def conv_company_does_not_matter(backend: Backend) -> None:
     x, _, _, windows = conv_inputs()
     bounds, slots = conv_bounds(), (7, 1, 4, 2)
     out = conv_run(x, pool_of(windows, slots), StateSlots(slots, slots, STARTS), backend, bounds)
+    assert not out.isnan().any(), "another slot's poison shows"
     for n in range(len(LENGTHS)):
         begin, end = bounds[n : n + 2]
         single = StateSlots((0,), (0,), STARTS[n : n + 1])

@@ -1,8 +1,8 @@
 """Mutants of KDA and its convolution: one small change of the source each, and who must see it.
 
-``python -m tests.kernels.kda_mutants`` prints the table. The columns are the checks of ``kda_checks``, "FlashKDA's" among
-them: the random inputs and the tolerance of FlashKDA's tests, on what lies behind the first sub-chunk. No mutant may
-read or write out of bounds: nothing here would notice.
+``python -m tests.kernels.kda_mutants`` prints the table of the checks (``kda_checks``) that each one fails. One check,
+"FlashKDA's", is there to be blind: the random inputs and the tolerance of FlashKDA's own tests, on what lies behind the
+first sub-chunk. No mutant may read or write out of bounds: nothing here would notice.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ MUTANTS = (
         "checkpoint in its neighbour's slot", "kda_torch", "call.pool[save] = ", "call.pool[save + 1] = ", "checkpoints"
     ),
     # the recurrence
-    _mutant("Neumann series a term short", "kda_torch", "range(3)", "range(2)", *EXACT),
+    _mutant("Neumann series a term short", "kda_torch", " + inverse @ (diagonal @ diagonal)", "", "slow", "unbounded"),
+    _mutant("blocks of 8 not merged", "kda_torch", "(4, 8)", "(4,)", *EXACT),
     _mutant(
         "decay after the update",
         "kda_torch",
@@ -113,7 +114,7 @@ MUTANTS = (
         "state.baddbmm_(update.mT, writers).mul_(decay)",
         *EXACT,
     ),
-    _mutant("state does not decay", "kda_torch", "state.mul_(decay)", "state", *EXACT),
+    _mutant("state does not decay", "kda_torch", "state.mul_(decay)", "state", *EXACT, "FlashKDA's"),
     _mutant("beta forgotten in the update", "kda_torch", " * beta.mT", "", *EXACT),
     _mutant("beta forgotten in L", "kda_torch", "invert(beta * key", "invert(key", *EXACT),
     _mutant("L keeps its diagonal", "kda_torch", "key_pairs.tril(-1)", "key_pairs.tril()", *EXACT),
@@ -125,7 +126,7 @@ MUTANTS = (
     _mutant("one decay for all channels", "kda_torch", "decay=last.exp()", "decay=last[..., :1].exp()", *EXACT),
     # the gate
     _mutant("dt_bias forgotten", "kda_torch", "g + call.dt_bias[:, None, :]", "g", *EXACT),
-    _mutant("exp of A_log forgotten", "kda_torch", "call.a_log.exp()", "call.a_log", *EXACT),
+    _mutant("exp of A_log forgotten", "kda_torch", "call.a_log.exp()", "call.a_log", *EXACT, "default"),
     _mutant("unbounded gate by quotients", "kda_torch", "if call.lower_bound is None:", "if False:", "unbounded swept"),
     _mutant("dead lanes decay", "kda_torch", "log_decay.masked_fill_(~live[:, None, :, None], 0)", "log_decay", *EXACT),
     _mutant(
@@ -133,7 +134,6 @@ MUTANTS = (
         "kda_torch",
         "taken.masked_fill_(~live[:, :, None, None], 0)",
         "taken",
-        *EXACT,
         "company",
     ),
     # the convolution
@@ -145,8 +145,18 @@ MUTANTS = (
         "conv exact",
         "conv splits",
     ),
+    _mutant(
+        "wrong window slot",
+        "conv",
+        "call.windows[span.source]",
+        "call.windows[span.source - 1]",
+        "conv exact",
+        "conv company",
+    ),
     _mutant("fresh request has a window", "conv", " or span.source == NO_SLOT:", ":", "conv fresh"),
-    _mutant("window never saved", "conv", "    if call.windows is None:\n        return\n", "    return\n", "conv splits"),
+    _mutant(
+        "window never saved", "conv", "    if call.windows is None:\n        return\n", "    return\n", "conv splits"
+    ),
     _mutant(
         "window a token early",
         "conv",
@@ -171,8 +181,13 @@ MUTANTS = (
         "conv splits",
         "conv checkpoints",
     ),
-    _mutant("checkpoint without its window", "conv", "(*span.saves, (span.tokens", "((span.tokens", "conv checkpoints"),
-    _mutant("destination's window only", "conv", "(*span.saves, ", "(", "conv checkpoints"),
+    _mutant(
+        "checkpoint without its window",
+        "conv",
+        "(*span.saves, (span.tokens, span.destination))",
+        "((span.tokens, span.destination),)",
+        "conv checkpoints",
+    ),
     _mutant("taps reversed", "conv", ".unbind(1)", ".flip(1).unbind(1)", "conv exact"),
     _mutant("bias forgotten", "conv", "total += call.bias", "pass", "conv exact"),
     _mutant("SiLU forgotten", "conv", "if call.silu else total", "if False else total", "conv exact"),
@@ -180,7 +195,14 @@ MUTANTS = (
     _mutant(
         "lost initial state", "kda_triton", "    if source_slot >= 0:", "    if source_slot >= 99:", "slow", "restored"
     ),
-    _mutant("Neumann series a term short", "kda_triton", "static_range(3)", "static_range(2)", "slow"),
+    _mutant(
+        "Neumann series a term short",
+        "kda_triton",
+        "inverse + tl.dot(inverse, square, input_precision=PRECISION)",
+        "inverse",
+        "slow",
+    ),
+    _mutant("blocks of 8 not merged", "kda_triton", "static_range(2, 4)", "static_range(2, 3)", "slow"),
     _mutant(
         "state of the wrong block of V",
         "kda_triton",
@@ -199,7 +221,7 @@ MUTANTS = (
         "wrong destination slot",
         "kda_triton",
         "destination_slot * destination_stride",
-        "(destination_slot + 1) % 4 * destination_stride",
+        "destination_slot // 2 * destination_stride",
         "slow",
     ),
     _mutant(
@@ -218,7 +240,13 @@ MUTANTS = (
     ),
     _mutant("state does not decay", "kda_triton", "state = state * decay[None, :]", "state = state * 1.0", "slow"),
     _mutant("beta forgotten in the update", "kda_triton", "inverse * strength[None, :]", "inverse", "slow"),
-    _mutant("beta forgotten in L", "kda_triton", "-kk * strength[:, None]", "-kk", "slow"),
+    _mutant(
+        "beta forgotten in L",
+        "kda_triton",
+        "tl.where(below, kk * strength[:, None], 0.0)",
+        "tl.where(below, kk, 0.0)",
+        "slow",
+    ),
     _mutant("scale twice", "kda_triton", "+ 1e-6) * scale", "+ 1e-6) * scale * scale", "slow"),
     _mutant(
         "dt_bias forgotten",
@@ -249,6 +277,14 @@ MUTANTS = (
         "tl.store(row, oldest, mask=cols < C)",
         "tl.store(row, newest, mask=cols < C)",
         "conv splits",
+    ),
+    _mutant(
+        "tokens of a neighbour for a window",
+        "conv_triton",
+        "new = live & (rows >= (WIDTH - 1 - tap) - before)[:, None]",
+        "new = live & (base + rows >= WIDTH - 1 - tap)[:, None]",
+        "conv exact",
+        "conv company",
     ),
     _mutant("taps reversed", "conv_triton", "cols * WIDTH + tap", "cols * WIDTH + (WIDTH - 1 - tap)", "conv exact"),
 )

@@ -77,7 +77,7 @@ def test_any_cut_gives_the_same_bits(seed: int) -> None:
     x, weight = torch.randn(1, tokens, channels, generator=source), torch.randn(channels, 4, generator=source)
     whole = causal_conv_fwd(x, weight)
     pool, cuts = poisoned(2, 3, channels), sorted(rng.choices(range(tokens + 1), k=6))
-    outs = []
+    outs: list[torch.Tensor] = []
     for begin, end in zip([0, *cuts], [*cuts, tokens], strict=True):
         slots = StateSlots((0 if begin or outs else NO_SLOT,), (0,), (begin,))
         outs.append(causal_conv_fwd(x[:, begin:end], weight, window_pool=pool, slots=slots))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ from kvledger.kernels.kda import kda_chunk_fwd
 from kvledger.kernels.launch import Backend, BackendError, triton_module
 from kvledger.kernels.state_plan import NO_SLOT, StateSlots, grid_points, plan_chunks
 from kvledger.kernels.tables import TableError
-from tests.kernels.inputs import BF16_RATIO, Inputs, Kind, make_inputs, rms_ratio, run, same_bits
+from tests.kernels.inputs import BF16_RATIO, TOKENS, Inputs, Kind, make_inputs, rms_ratio, run, same_bits
 from tests.kernels.kda_checks import KDA, assert_exact, poisoned
 
 pytestmark = pytest.mark.device
@@ -138,7 +138,7 @@ def test_split_products_of_the_low_precision_path(monkeypatch: pytest.MonkeyPatc
 def test_bf16(kind: Kind, state_dtype: torch.dtype) -> None:
     inputs = make_inputs(kind, (64, 17), k_size=64).to(torch.bfloat16)
     states = inputs.states.to(state_dtype)
-    inputs = replace(inputs, states=states.float())
+    inputs = inputs.changed(states=states.float())
     final = torch.full_like(states, float("nan"))
     out = run(inputs, "torch", initial_state=states, final_state=final)
     assert (out.dtype, final.dtype) == (torch.bfloat16, state_dtype)
@@ -150,10 +150,11 @@ def test_batch_without_cu_seqlens() -> None:
     inputs = make_inputs("slow", (21, 21, 21), heads=2)
     final = torch.empty_like(inputs.states)
     out = run(inputs, initial_state=inputs.states, final_state=final)
-    batched = {name: getattr(inputs, name).view(3, 21, *getattr(inputs, name).shape[2:]) for name in "qkvg"}
+    batched = {name: getattr(inputs, name).view(3, 21, *getattr(inputs, name).shape[2:]) for name in TOKENS}
     states = torch.empty_like(final)
-    args = (inputs.beta.view(3, 21, 2), None, None, inputs.a_log, inputs.dt_bias, -5.0, inputs.states, states)
-    assert same_bits(kda_chunk_fwd(*batched.values(), *args).flatten(0, 1), out)
+    gate = {"A_log": inputs.a_log, "dt_bias": inputs.dt_bias, "lower_bound": -5.0}
+    options: dict[str, Any] = {**batched, **gate, "initial_state": inputs.states, "final_state": states}
+    assert same_bits(kda_chunk_fwd(**options, scale=None, out=None).flatten(0, 1), out)
     assert same_bits(states, final)
 
 
@@ -161,7 +162,7 @@ def test_inputs_need_not_be_contiguous() -> None:
     inputs = make_inputs("slow", (40,), heads=2)
     fused = torch.cat((inputs.q, inputs.k, inputs.v, inputs.g), -1)
     q, k, v, g = fused.split((32, 32, 48, 32), -1)
-    assert same_bits(run(replace(inputs, q=q, k=k, v=v, g=g)), run(inputs))
+    assert same_bits(run(inputs.changed(q=q, k=k, v=v, g=g)), run(inputs))
 
 
 def test_slots_of_a_pool_may_lie_apart() -> None:
@@ -196,8 +197,8 @@ def random_steps(rng: random.Random, lengths: tuple[int, ...]) -> Iterator[Step]
 def joined(inputs: Inputs, step: Step) -> Inputs:
     """The rows of a step as one batch."""
     parts = [inputs.sequence(n).rows(*bounds) for n, bounds in step.items()]
-    fields = {name: torch.cat([getattr(part, name) for part in parts], 1) for name in ("q", "k", "v", "g", "beta")}
-    return replace(inputs, **fields, lengths=tuple(end - begin for begin, end in step.values()))
+    fields = {name: torch.cat([getattr(part, name) for part in parts], 1) for name in TOKENS}
+    return inputs.changed(**fields, lengths=tuple(end - begin for begin, end in step.values()))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -269,7 +270,7 @@ POOL = torch.zeros(4, 1, 48, 32)
 def call(**changes: Any) -> Any:
     """A call of two sequences of 20 tokens that is refused for its `changes`."""
     inputs = make_inputs("slow", (20, 20))
-    args: dict[str, Any] = {name: getattr(inputs, name) for name in ("q", "k", "v", "g", "beta", "dt_bias")}
+    args: dict[str, Any] = {name: getattr(inputs, name) for name in (*TOKENS, "dt_bias")}
     args |= {"scale": None, "out": None, "A_log": inputs.a_log, "lower_bound": -5.0, "cu_seqlens": [0, 20, 40]}
     return kda_chunk_fwd(**{**args, **changes})
 
@@ -333,14 +334,18 @@ def test_interpreter_refuses_bf16() -> None:
         run(inputs, "interpret", initial_state=inputs.states.bfloat16())
 
 
+def flash_kda_arguments(inputs: Inputs, out: torch.Tensor) -> dict[str, Any]:
+    """FlashKDA's required parameters, by its names."""
+    gate = {"A_log": inputs.a_log, "dt_bias": inputs.dt_bias, "lower_bound": -5.0}
+    return {**{name: getattr(inputs, name) for name in TOKENS}, "scale": inputs.scale, "out": out, **gate}
+
+
 def test_flash_kda_signature_and_result() -> None:
     inputs = make_inputs("slow", (17, 20))
     final, expected_final = torch.empty_like(inputs.states), torch.empty_like(inputs.states)
     out = torch.empty_like(inputs.v)
-    tokens = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
-    gate = {"A_log": inputs.a_log, "dt_bias": inputs.dt_bias, "lower_bound": -5.0}
-    states = {"initial_state": inputs.states, "final_state": final, "cu_seqlens": inputs.cu_seqlens}
-    assert flash_kda.fwd(*tokens, inputs.scale, out, **gate, **states) is None
+    states: dict[str, Any] = {"initial_state": inputs.states, "final_state": final, "cu_seqlens": inputs.cu_seqlens}
+    flash_kda.fwd(**flash_kda_arguments(inputs, out), **states)
     assert same_bits(out[0], run(inputs, initial_state=inputs.states, final_state=expected_final))
     assert same_bits(final, expected_final)
 
@@ -360,7 +365,7 @@ def test_flash_kda_signature_and_result() -> None:
 def test_flash_kda_is_chosen_openly(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], implementation: str, reason: str
 ) -> None:
-    given = {"device": SimpleNamespace(type="cuda"), "dtype": torch.bfloat16, "shape": (1, 8, 1, 128)}
+    given: dict[str, Any] = {"device": SimpleNamespace(type="cuda"), "dtype": torch.bfloat16, "shape": (1, 8, 1, 128)}
     given |= {"lower_bound": -5.0, "capability": (9, 0), "module": ModuleType("flash_kda")} | changes
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: given["capability"])
     monkeypatch.setattr(flash_kda, "installed", lambda: given["module"])
@@ -373,8 +378,7 @@ def test_flash_kda_is_chosen_openly(
 def test_flash_kda_says_what_runs(caplog: pytest.LogCaptureFixture) -> None:
     inputs = make_inputs("slow", (5,))
     with caplog.at_level(logging.INFO, logger="kvledger.kernels.flash_kda"):
-        tokens = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
-        flash_kda.fwd(*tokens, 1.0, torch.empty_like(inputs.v), inputs.a_log, inputs.dt_bias, -5.0)
+        flash_kda.fwd(**flash_kda_arguments(inputs, torch.empty_like(inputs.v)))
     assert "fwd -> kvledger (tensors on cpu)" in caplog.text
 
 
@@ -382,10 +386,9 @@ def test_installed_flash_kda_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[Any, ...]] = []
     module = ModuleType("flash_kda")
     module.fwd = lambda *args: seen.append(args)  # type: ignore[attr-defined]
-    monkeypatch.setitem(__import__("sys").modules, "flash_kda", module)
+    monkeypatch.setitem(sys.modules, "flash_kda", module)
     monkeypatch.setattr(flash_kda, "chosen", lambda q, v, bound: flash_kda.Choice("flash_kda", "so"))
     inputs = make_inputs("slow", (5,))
-    tokens = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta)
-    flash_kda.fwd(*tokens, 1.0, inputs.v, inputs.a_log, inputs.dt_bias, -5.0, cu_seqlens=[0, 5])
+    flash_kda.fwd(**flash_kda_arguments(inputs, inputs.v), cu_seqlens=[0, 5])
     ((*_, initial, final, ends),) = seen
     assert (initial, final, ends.tolist()) == (None, None, [0, 5])

@@ -101,3 +101,16 @@ def test_a_write_that_fails_half_way_leaves_the_old_file(tmp_path):
     assert path.read_text() == "old"
     write_whole(path, ["n", "ew"])
     assert path.read_text() == "new"
+
+
+def test_a_link_is_followed_and_what_is_no_file_is_refused(tmp_path):
+    (tmp_path / "real").write_text("old")
+    (tmp_path / "link").symlink_to("real")
+    write_whole(tmp_path / "link", ["new"])
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_text() == "new"
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a regular file"):
+        write_whole(tmp_path / "pipe", ["new"])
+    assert (tmp_path / "pipe").is_fifo()
+    assert sorted(os.listdir(tmp_path)) == ["link", "pipe", "real"]

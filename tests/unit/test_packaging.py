@@ -23,7 +23,7 @@ KERNELS = ROOT / "src" / "kernels"
 # Each module may import what stands left of it.
 ORDER = (
     *("arithmetic", "ledger", "rules", "adder"),
-    *("request", "pool", "radix", "record", "occupancy", "views", "node"),
+    *("request", "pool", "radix", "record", "occupancy", "views", "slots", "node"),
     *("trace", "replay", "evidence", "invariants", "monitor", "shrink", "diagnose"),
 )
 # A helper stands just left of the one module that may import it, among its siblings in this order.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -66,10 +67,12 @@ def test_workers_agree_and_two_failures_of_a_kind_are_one_fixture(faulty: pytest
     result = run(faulty, "-n2", "--kvledger-save=found", "--junitxml=junit.xml", "--kvledger-report=page.html")
     result.assert_outcomes(failed=2)
     assert len(list((faulty.path / "found").iterdir())) == 1
-    result.stdout.fnmatch_lines(["target Target: * rounds in 2 tests", "fixture: *", "report: page.html"])
-    page = (faulty.path / "page.html").read_text()
+    result.stdout.fnmatch_lines(
+        ["target Target: * rounds in 2 tests", "fixture: *", "report: page.promises-covered-*.html"]
+    )
+    (page,) = (path.read_text() for path in faulty.path.glob("page.*.html"))
     assert page.startswith("<!doctype html>")
-    assert "promises-covered" in page
+    assert "A's tail" in re.sub(r"<[^>]*>", "", page).replace("&#x27;", "'"), "drawn on the scheduler that failed"
     names = {element.get("name") for element in ElementTree.parse(faulty.path / "junit.xml").iter("property")}
     assert {"kvledger_examples", "kvledger_rounds", "kvledger_branches", "kvledger_fixture"} <= names
 
@@ -122,3 +125,13 @@ def test_loading_the_plugin_loads_nothing_heavy() -> None:
     code = "import sys, kvledger.testing.pytest_plugin; print({'hypothesis', 'rich', 'torch'} & set(sys.modules))"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == "set()"
+
+
+def test_what_cannot_be_saved_does_not_end_the_session(faulty: pytest.Pytester) -> None:
+    (faulty.path / "file").write_text("")
+    result = run(faulty, "--kvledger-save=file")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["promises-covered is broken: *", "fixture not written: file: *"])
+    result = run(faulty, "--kvledger-save=found", "--kvledger-report=no/page.html")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["report not written: no/page.promises-covered-*.html: No such file or directory"])

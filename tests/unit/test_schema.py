@@ -84,7 +84,8 @@ def test_schema_and_code_name_the_same_things():
     defs, top = PUBLISHED["$defs"], PUBLISHED["properties"]
     assert top["format"]["const"] == FORMAT
     assert defs["preset"]["enum"] == list(top["expect"]["properties"]) == list(PRESETS)
-    assert list(defs["node"]["properties"]) == defs["node"]["required"] == [each.name for each in fields(NodeSettings)]
+    names = [each.name for each in fields(NodeSettings)]
+    assert list(defs["node"]["properties"]) == [*defs["node"]["required"], "state_slots"] == names
     rules = defs["rules"]["properties"]
     assert {name: rule["default"] for name, rule in rules.items()} == asdict(AccountingRules())
     kinds = [branch["if"]["properties"]["event"]["const"] for branch in defs["event"]["allOf"]]

@@ -234,7 +234,7 @@ def test_a_long_trace_is_not_replayed_often():
 class ForeignTarget:
     """Somebody else's scheduler: nothing but the protocol, and one capability less."""
 
-    capabilities = frozenset({"decisions", "pages", "batches", "grid"})
+    capabilities = PrefillNode.capabilities - {"offsets"}
 
     def __init__(self, settings: NodeSettings, rules: AccountingRules, watcher: Watcher) -> None:
         self._node = TwiceFreeingNode(settings, rules, watcher)

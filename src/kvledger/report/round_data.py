@@ -134,6 +134,8 @@ def _notes(decision: Decision, page_size: int) -> str:
     if decision.kind == "refused":
         if decision.reason is not AddReqResult.NO_TOKEN:
             return ""
+        if decision.no_slot:
+            return "no state slot"
         need = decision.prompt_tokens - decision.prefix_tokens + FIRST_TOKEN + page_size
         return f"needs {need}" + (f", would lock {lock}" if lock else "")
     notes = (

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from kvledger.node import PrefillNode
 from kvledger.replay import Replay, TargetFactory
 from kvledger.rules import AccountingRules
-from kvledger.testing.moves import MOVES, NODE_DOMAINS, RULES_DOMAINS, Domain, World, draw_rules, draw_settings
+from kvledger.testing.moves import NODE_SPACE, RULES_DOMAINS, Domain, Space, World, draw_rules
 from kvledger.testing.reached import SearchMonitor
 from kvledger.trace import Drain, Release, Trace
 
@@ -24,13 +24,14 @@ def example(
     *,
     target: TargetFactory = PrefillNode,
     monitor: Callable[[], SearchMonitor] = SearchMonitor,
+    space: Space = NODE_SPACE,
 ) -> tuple[World, SearchMonitor]:
     """One random experiment, carried to its end whatever breaks on the way."""
-    settings = draw_settings(**_draw(rng, NODE_DOMAINS))
+    settings = space.settings(**_draw(rng, space.domains))
     watching = monitor()
     drawn_rules = draw_rules(rules, settings, **_draw(rng, RULES_DOMAINS))
     world = World(Replay(settings, drawn_rules, target=target, monitor=watching))
-    moves = rng.sample(MOVES, rng.randint(3, len(MOVES)))
+    moves = rng.sample(space.moves, rng.randint(3, len(space.moves)))
     for _ in range(rng.randint(4, MOVES_PER_EXAMPLE)):
         move = rng.choice(moves)
         world.apply(move.make(world, **_draw(rng, move.domains)))

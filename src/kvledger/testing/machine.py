@@ -21,7 +21,7 @@ from kvledger.invariants import INVARIANTS, Invariant
 from kvledger.replay import Replay, TargetFactory
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.testing.driver import finish, trace_of
-from kvledger.testing.moves import MOVES, NODE_DOMAINS, RULES_DOMAINS, Domain, Move, World, draw_rules, draw_settings
+from kvledger.testing.moves import NODE_SPACE, RULES_DOMAINS, Domain, Move, Space, World, draw_rules
 from kvledger.testing.profiles import profile_settings
 from kvledger.testing.reached import SearchMonitor
 from kvledger.testing.session import SESSION
@@ -36,13 +36,9 @@ class InvariantBroken(AssertionError):
         self.machine = machine
 
 
+@cache
 def _broken_class(name: str) -> type[InvariantBroken]:
     return type(name, (InvariantBroken,), {})
-
-
-_BROKEN: Mapping[str, type[InvariantBroken]] = {
-    invariant.name: _broken_class(invariant.name) for invariant in INVARIANTS
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +49,7 @@ class UnderTest:
     rules_name: str
     rules: AccountingRules
     invariants: tuple[Invariant, ...]
+    space: Space = NODE_SPACE
 
 
 class AdmissionMachine(RuleBasedStateMachine):
@@ -66,7 +63,8 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.monitor = SearchMonitor(self.under_test.invariants)
 
     def begin(self, **drawn: int) -> None:
-        settings = draw_settings(**{name: drawn[name] for name in NODE_DOMAINS})
+        space = self.under_test.space
+        settings = space.settings(**{name: drawn[name] for name in space.domains})
         rules = draw_rules(self.under_test.rules, settings, **{name: drawn[name] for name in RULES_DOMAINS})
         self.world = World(Replay(settings, rules, target=self.under_test.target, monitor=self.monitor))
 
@@ -107,7 +105,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     def _judge(self) -> None:
         if self.monitor.broken:
             first = self.monitor.broken[0]
-            raise _BROKEN[first.invariant](f"round {first.round}: {first.message}", self)
+            raise _broken_class(first.invariant)(f"round {first.round}: {first.message}", self)
 
 
 _OBSERVERS: list[Callable[[AdmissionMachine], object]] = []
@@ -146,25 +144,27 @@ def state_machine(
     *,
     rules: str | AccountingRules | None = None,
     invariants: Iterable[Invariant] = INVARIANTS,
-    moves: Iterable[Move] = MOVES,
+    moves: Iterable[Move] | None = None,
+    space: Space = NODE_SPACE,
     shard: int = 0,
     name: str | None = None,
 ) -> type[AdmissionMachine]:
     """A machine class that puts `target` under test by `rules` (a preset's name or switches).
 
     What is left out comes from the session: the options of pytest, or the project's own node under `tail-reserved`.
+    `space` says which nodes are drawn, and which moves unless `moves` does.
     """
     target = target or SESSION.target
     rules = rules or SESSION.rules or "tail-reserved"
     rules_name = rules if isinstance(rules, str) else "own rules"
-    drawn: Any = strategy({**NODE_DOMAINS, **RULES_DOMAINS})
+    drawn: Any = strategy({**space.domains, **RULES_DOMAINS})
     beginning: Callable[[Any], Any] = initialize(**drawn)
     body = {
         "under_test": UnderTest(
-            target, rules_name, PRESETS[rules] if isinstance(rules, str) else rules, tuple(invariants)
+            target, rules_name, PRESETS[rules] if isinstance(rules, str) else rules, tuple(invariants), space
         ),
         "begin": beginning(AdmissionMachine.begin),
-        "act": rule(action=actions(tuple(moves)))(AdmissionMachine.act),
+        "act": rule(action=actions(space.moves if moves is None else tuple(moves)))(AdmissionMachine.act),
         "shard": shard,
     }
     name = name or f"Admission_{rules_name.replace('-', '_')}_{shard}"

@@ -67,6 +67,20 @@ def draw_settings(
     )
 
 
+@dataclass(frozen=True, eq=False)
+class Space:
+    """The nodes, and the moves, that a search draws: domains of integers, and the settings they stand for.
+
+    `examples`: how many a search without a number tries. Not `thorough`: too few to meet every branch.
+    """
+
+    domains: Mapping[str, Domain]
+    settings: Callable[..., NodeSettings]
+    moves: tuple[Move, ...]
+    examples: int = 1000
+    thorough: bool = True
+
+
 class World:
     """A replay and the few names a move may refer to: prompts seen so far, live requests, holds."""
 
@@ -342,6 +356,9 @@ MOVES: tuple[Move, ...] = (
     Move("cache", {"tier": (0, 9), "pick": PICK, "fresh": (0, 2), **LONG.domains}, cache),
     Move("outside", {"kind": (0, 4), "pick": PICK, **LONG.domains}, outside),
 )
+
+NODE_SPACE = Space(NODE_DOMAINS, draw_settings, MOVES)
+"""Nodes of every kind: memory costs nothing where nothing is in it."""
 
 RULES_DOMAINS: Mapping[str, Domain] = {"shortage": (0, 1), "truncation": (0, 5)}
 

@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="DIR",
         help="where failing traces go (default: tests/regressions)",
     )
-    group.addoption("--kvledger-report", metavar="FILE", help="write the failing traces as one HTML page")
+    group.addoption("--kvledger-report", metavar="FILE", help="draw each failing trace, as FILE.<fixture>.html")
     group.addoption(
         "--kvledger-observe", action="store_true", help="count moves and branches by Hypothesis's own records"
     )
@@ -85,8 +85,16 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     run = call.excinfo.value.machine
     invariant = run.monitor.broken[0].invariant
     target = run.under_test.target
-    failure = explain_unrepeatable(run.trace(), invariant, _save_folder(item.config, target), target)
+    folder = _save_folder(item.config, target)
+    try:
+        failure = explain_unrepeatable(run.trace(), invariant, folder, target)
+    except OSError as error:
+        report.longrepr = (
+            f"{invariant} is broken: {call.excinfo.value}\nfixture not written: {folder}: {error.strerror}"
+        )
+        return report
     found = [("kvledger_fixture", str(failure.path)), ("kvledger_invariant", failure.invariant)]
+    found += _drawn(failure.path, target, item.config.getoption("--kvledger-report"))
     report.user_properties += found
     item.user_properties += found  # JUnit's properties are those of the teardown, which is reported later
     if item.config.getoption("verbose") < 1:
@@ -95,6 +103,23 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     else:
         report.sections.append(("kvledger", "\n".join(failure.lines)))
     return report
+
+
+def _drawn(fixture: Path, target: TargetFactory, page: str | None) -> list[tuple[str, str]]:
+    """Draw a fixture where its target is at hand: a worker cannot send a scheduler to the summary."""
+    if page is None:
+        return []
+    from kvledger.report.html import page as html_page
+    from kvledger.report.recording import record
+    from kvledger.saving import write_whole
+    from kvledger.trace import load
+
+    path = Path(page).with_suffix(f".{fixture.stem}.html")
+    try:
+        write_whole(path, [html_page([record(load(fixture), None, target=target, source=str(fixture))])])
+    except OSError as error:
+        return [("kvledger_report_failed", f"{path}: {error.strerror}")]
+    return [("kvledger_report", str(path))]
 
 
 def _save_folder(config: pytest.Config, target: TargetFactory) -> Path:
@@ -106,7 +131,7 @@ def _save_folder(config: pytest.Config, target: TargetFactory) -> Path:
     return regressions if target is TARGETS["node"] else regressions / target_name(target)
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Sum up the tallies that came with the reports, from all workers."""
     reports = [report for group in ("passed", "failed") for report in terminalreporter.stats.get(group, [])]
     properties = [pair for report in reports if report.when == "call" for pair in report.user_properties]
@@ -117,16 +142,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     terminalreporter.section("kvledger")
     for line in _summary_lines(tallies, fixtures):
         terminalreporter.write_line(line)
-    page = config.getoption("--kvledger-report")
-    if page and fixtures:
-        from kvledger.report.html import page as html_page
-        from kvledger.report.recording import record
-        from kvledger.saving import write_whole
-        from kvledger.trace import load
-
-        recordings = [record(load(path), None, target=SESSION.target, source=path) for path in fixtures]
-        write_whole(page, [html_page(recordings)])
-        terminalreporter.write_line(f"report: {page}")
+    for name in ("kvledger_report", "kvledger_report_failed"):
+        for value in sorted({value for found, value in properties if found == name}):
+            terminalreporter.write_line(f"report{' not written' if name.endswith('failed') else ''}: {value}")
 
 
 def _summary_lines(tallies: list[dict[str, Any]], fixtures: Iterable[str]) -> Iterable[str]:

@@ -11,19 +11,44 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from kvledger.node import PrefillNode
+from kvledger.replay import TargetFactory
 from kvledger.rules import PRESETS
 from kvledger.testing.fixtures import save_fixture
+from kvledger.testing.moves import NODE_SPACE, Space
 from kvledger.testing.reached import BRANCHES, expected_branches
-from kvledger.testing.search import EXAMPLES, Progress, SearchResult, document, search
+from kvledger.testing.search import SOUND, Progress, SearchResult, document, search
 
 DEFAULT_SAVE = "kvledger-found"
 
 
-def command(rules: Sequence[str], examples: int | None, seed: int | None, save: str | None, as_json: bool) -> int:
-    """Search the presets `rules` (none: all). 0 if each gave what it should and reached what it must, else 1."""
-    names = list(rules) or list(PRESETS)
+def command(
+    rules: Sequence[str],
+    examples: int | None,
+    seed: int | None,
+    save: str | None,
+    as_json: bool,
+    target: TargetFactory | None = None,
+) -> int:
+    """Search the presets `rules` (none: all). 0 if each gave what it should and reached what it must, else 1.
+
+    A `target` may bring its own `space` of nodes, and a `note` on what it did.
+    """
+    target = target or PrefillNode
+    space: Space = getattr(target, "space", NODE_SPACE)
+    names = list(rules) or [name for name in PRESETS if space.thorough or SOUND[name]]
     with _progress() as progress:
-        results = [search(name, examples=examples or EXAMPLES, seed=seed or 0, progress=progress) for name in names]
+        results = [
+            search(
+                name,
+                examples=examples or space.examples,
+                seed=seed or 0,
+                target=target,
+                progress=progress,
+                space=space,
+            )
+            for name in names
+        ]
     paths = {
         result.rules: str(save_fixture(result.found.trace, result.found.invariant, save or DEFAULT_SAVE))
         for result in results
@@ -33,6 +58,8 @@ def command(rules: Sequence[str], examples: int | None, seed: int | None, save: 
         print(json.dumps(document(results, paths), indent=2))
     else:
         _print_tables(Console(), results, paths)
+        if hasattr(target, "totals"):
+            print(target.totals())
     return 0 if all(result.as_expected for result in results) else 1
 
 

@@ -1,0 +1,142 @@
+"""Is the data right? Every output against the float64 truth, every free unit against its poison; two invariants more.
+
+They are asked of a target that has the capability `data`, whose snapshot carries its `Judge`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvledger.evidence import Evidence, Finding
+from kvledger.invariants import Invariant
+from kvledger.kernels.model import ModelSpec
+from kvledger.kernels.truth import Truth
+from kvledger.record import RoundRecord, Snapshot
+from kvledger.request import Prompt
+
+FP32_RATIO: Final = 3e-5
+FP32_TOKEN_RATIO: Final = 3e-4
+"""Of one token's output, against the mean of all outputs; a whole chunk keeps to `FP32_RATIO`."""
+
+SAMPLE_ABOVE_TOKENS: Final = 4096
+SAMPLE_TOKENS: Final = 256
+
+
+@dataclass(slots=True)
+class Output:
+    """What a chunk [start, end) of a request came to, [tokens, hidden]; `whole` the same of the one-piece run."""
+
+    rid: str
+    prompt: Prompt
+    start: int
+    values: torch.Tensor
+    whole: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class Judge:
+    """Compares outputs as they come; keeps the first thing that is wrong of each kind."""
+
+    truth: Truth
+    wrong_data: Finding | None = None
+    wrong_poison: Finding | None = None
+    tokens: int = 0
+    compared: int = 0
+    bitwise: int = 0
+    worst: float = 0.0
+    worst_token: float = 0.0
+
+    def refuse(self, rid: str | None, reason: str) -> None:
+        """A launch was refused: its tables do not hold."""
+        self.wrong_data = self.wrong_data or Finding(rid, f"no launch: {reason}")
+
+    def look(self, output: Output) -> None:
+        """Compare a chunk's outputs, token by token."""
+        self.tokens += len(output.values)
+        positions, exact = self._exact(output)
+        found = output.values.double().numpy()[positions - output.start]
+        scale = np.sqrt((exact * exact).mean())
+        errors = np.sqrt(((found - exact) ** 2).mean(1)) / scale
+        self.compared += len(positions)
+        whole, worst = float(np.sqrt((errors**2).mean())), float(errors.max())
+        self.worst, self.worst_token = max(self.worst, whole), max(self.worst_token, worst)
+        if not (whole <= FP32_RATIO and worst <= FP32_TOKEN_RATIO):  # NaN is no number below
+            wrong = ~(errors <= FP32_TOKEN_RATIO) if not worst <= FP32_TOKEN_RATIO else errors > FP32_RATIO
+            first = int(np.argmax(wrong))
+            message = (
+                f"{output.rid}: token {positions[first]} is off by {errors[first]:.2g} of its size, "
+                f"chunk {output.start}..{output.start + len(output.values)} by {whole:.2g}"
+            )
+            self.wrong_data = self.wrong_data or Finding(output.rid, message)
+        if output.whole is not None:
+            self._look_bitwise(output, output.whole)
+
+    def _look_bitwise(self, output: Output, whole: torch.Tensor) -> None:
+        self.bitwise += len(output.values)
+        same = (output.values == whole).all(1)
+        if not bool(same.all()):
+            position = output.start + int(torch.argmin(same.to(torch.uint8)))
+            message = f"{output.rid}: token {position} differs in bits from the prompt run in one piece"
+            self.wrong_data = self.wrong_data or Finding(output.rid, message)
+
+    def _exact(self, output: Output) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        start, end = output.start, output.start + len(output.values)
+        if output.prompt.tokens <= SAMPLE_ABOVE_TOKENS:
+            return np.arange(start, end), self.truth.outputs(output.prompt)[start:end]
+        wanted = np.unique(np.concatenate([np.arange(start, min(start + 4, end)), np.arange(max(start, end - 4), end),
+                                           np.linspace(start, end - 1, SAMPLE_TOKENS).astype(np.int64)]))  # fmt: skip
+        return wanted, self.truth.sampled(output.prompt, [int(position) for position in wanted])
+
+    def note(self) -> str:
+        """What was compared, in one line."""
+        share = "every one" if self.compared == self.tokens else f"a sample of {self.compared:,}"
+        bits = f", {self.bitwise:,} in bits with the prompt in one piece" if self.bitwise else ""
+        return (
+            f"{self.tokens:,} tokens computed, {share} compared with float64{bits}: worst chunk {self.worst:.1e}, "
+            f"worst token {self.worst_token:.1e}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSnapshot(Snapshot):
+    """A snapshot of a node that keeps data, and who judges them."""
+
+    judge: Judge | None = None
+
+
+def _judge(e: Evidence) -> Judge | None:
+    return e.after.judge if isinstance(e.after, DeviceSnapshot) else None
+
+
+def data_is_right(e: Evidence, _record: RoundRecord) -> Finding | None:
+    """Every output so far is the truth's, and every launch had tables that hold."""
+    judge = _judge(e)
+    return None if judge is None else judge.wrong_data
+
+
+def poison_holds(e: Evidence, _record: RoundRecord) -> Finding | None:
+    """Free pages and slots are poison to the last bit, and nothing else has a NaN."""
+    judge = _judge(e)
+    return None if judge is None else judge.wrong_poison
+
+
+_DATA = frozenset({"data"})
+
+DATA_INVARIANTS: tuple[Invariant, ...] = (
+    Invariant("data-is-right", "a wrong page or a stale state is a wrong answer", "round", data_is_right, _DATA),
+    Invariant("poison-holds", "nobody writes what is free, nobody reads what was never written", "round", poison_holds,
+              _DATA),
+)  # fmt: skip
+
+
+def truth_of(spec: ModelSpec) -> Truth:
+    """One truth a model in a process: examples of a search ask for the same prompts again and again."""
+    return _TRUTHS.setdefault(spec, Truth(spec))
+
+
+_TRUTHS: dict[ModelSpec, Truth] = {}
