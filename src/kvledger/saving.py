@@ -15,6 +15,8 @@ def write_whole(path: str | os.PathLike[str], pieces: Iterable[str]) -> None:
 
     A link is followed; what is there and is no regular file (a device, a pipe) is refused, not replaced.
     """
+    if not os.fspath(path):
+        raise ValueError("an empty path names no file")
     path = os.path.realpath(path)
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise OSError(errno.EINVAL, "not a regular file", path)

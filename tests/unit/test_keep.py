@@ -70,3 +70,11 @@ def test_a_target_may_be_anybodys(command: str, tmp_path: Path, monkeypatch: pyt
 def test_a_target_that_is_none_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", INCIDENT, "--target", "decimal:Decimal"]) == 2
     assert "does not make a kvledger target" in capsys.readouterr().err
+
+
+def test_shrink_does_not_overwrite_its_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "incident.json"
+    path.write_text(Path(INCIDENT).read_text())
+    assert main(["shrink", str(path), "-o", str(path)]) == 2
+    assert "a file of its own is written" in capsys.readouterr().err
+    assert path.read_text() == Path(INCIDENT).read_text()

@@ -25,6 +25,8 @@ def add_shrink(commands: Any, shell: Shell) -> None:
     parser.add_argument("-o", metavar="FILE", dest="output", help="write it there instead of on standard output")
 
     def run(options: argparse.Namespace) -> int:
+        if options.output in ("-", options.traces[0]):
+            raise shell.error(f"shrink: -o {escaped(options.output, 100)}: a file of its own is written")
         trace = shell.read(options.traces[0])
         try:
             shrunk = shrink(trace, rules=chosen_rules(options), target=options.target)
