@@ -43,6 +43,9 @@ PRESETS: Mapping[str, AccountingRules] = MappingProxyType(
     }
 )
 
+SOUND_PRESETS = frozenset({"upstream", "tail-reserved"})
+"""Presets under which nothing may break."""
+
 
 def named_rules(name: str) -> AccountingRules:
     """A preset by its name. ValueError, one line, if there is none."""

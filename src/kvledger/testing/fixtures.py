@@ -9,12 +9,9 @@ from pathlib import Path
 
 from kvledger.monitor import checked_replay
 from kvledger.replay import TargetFactory
-from kvledger.rules import PRESETS
+from kvledger.rules import PRESETS, SOUND_PRESETS
 from kvledger.targets import TARGETS
 from kvledger.trace import Trace, TraceError, dumps, write
-
-SOUND_PRESETS = frozenset({"upstream", "tail-reserved"})
-"""Presets under which nothing may break."""
 
 
 def expectations(trace: Trace, *, target: TargetFactory = TARGETS["node"]) -> dict[str, str]:

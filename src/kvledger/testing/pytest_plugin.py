@@ -44,8 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Resolve the options once, before tests are collected."""
     try:
-        name = config.getoption("--kvledger-target") or "node"
-        SESSION.target, SESSION.target_name = find_target(name), name
+        SESSION.target = find_target(config.getoption("--kvledger-target") or "node")
         rules = config.getoption("--kvledger-rules")
         if rules:
             named_rules(rules)

@@ -15,7 +15,6 @@ class Session:
     """Defaults of `state_machine`. `rules` None: whatever a test asks for itself."""
 
     target: TargetFactory = TARGETS["node"]
-    target_name: str = "node"
     rules: str | None = None
     profile: str = "dev"
     observe: bool = False

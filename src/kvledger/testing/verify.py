@@ -13,11 +13,11 @@ from rich.table import Column, Table
 
 from kvledger.node import PrefillNode
 from kvledger.replay import TargetFactory
-from kvledger.rules import PRESETS
+from kvledger.rules import PRESETS, SOUND_PRESETS
 from kvledger.testing.fixtures import save_fixture
 from kvledger.testing.moves import NODE_SPACE, Space
 from kvledger.testing.reached import BRANCHES, expected_branches
-from kvledger.testing.search import SOUND, Progress, SearchResult, document, search
+from kvledger.testing.search import Progress, SearchResult, document, search
 
 DEFAULT_SAVE = "kvledger-found"
 
@@ -36,7 +36,7 @@ def command(
     """
     target = target or PrefillNode
     space: Space = getattr(target, "space", NODE_SPACE)
-    names = list(rules) or [name for name in PRESETS if space.thorough or SOUND[name]]
+    names = list(rules) or [name for name in PRESETS if space.thorough or name in SOUND_PRESETS]
     with _progress() as progress:
         results = [
             search(
@@ -98,7 +98,13 @@ def _print_tables(console: Console, results: Sequence[SearchResult], paths: Mapp
 
 
 def _verdict_table(results: Sequence[SearchResult]) -> Table:
-    table = _table("rules", *_right("examples", "rounds", "seconds"), "failure", *_right("found at"), "verdict")
+    table = _table(
+        "rules",
+        *_right("examples", "rounds", "seconds"),
+        Column("failure", no_wrap=True),
+        *_right("found at"),
+        "verdict",
+    )
     for result in results:
         found = result.found
         table.add_row(
