@@ -22,6 +22,7 @@ from functools import partial
 from hypothesis import seed
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
+from kvledger.events import Hold, Round, Submit, Transferred
 from kvledger.monitor import InvariantMonitor
 from kvledger.node import NodeSettings, PrefillNode
 from kvledger.replay import Monitor, Replay
@@ -30,7 +31,6 @@ from kvledger.rules import PRESETS
 from kvledger.testing.machine import actions, observing, state_machine, strategy
 from kvledger.testing.moves import MOVES, NODE_DOMAINS, RULES_DOMAINS
 from kvledger.testing.search import search_settings
-from kvledger.trace import Hold, Round, Submit, Transferred
 
 EXAMPLES = 100
 SETTINGS = NodeSettings(

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvledger.events import Event, Submit
 from kvledger.node import NodeSettings
 from kvledger.request import Prompt
 from kvledger.testing.moves import MOVES, Domain, Move, Space, World, cache, cut_prompt
-from kvledger.trace import Event, Submit
 
 PAGES = ((4, 4), (4, 8), (16, 1), (16, 2), (16, 2))
 """Page size, and pages of the grid."""

@@ -17,6 +17,9 @@ def admitted_finishes(e: Evidence, record: RoundRecord) -> Finding | None:
     """No allocation of an admitted request fails, and what it has computed is never computed again."""
     if record.failure is not None:
         return Finding(record.failure.request, record.failure.message)
+    for rid in record.rolled_back:
+        computed = e.computed.get(rid, 0)
+        return Finding(rid, f"{rid} was admitted, and its prefill was thrown away after {computed} tokens")
     for decision in record.joined:
         computed = e.computed.get(decision.request, decision.start)
         if decision.start != computed:

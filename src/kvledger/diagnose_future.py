@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 from kvledger.arithmetic import ceil_pages
 from kvledger.diagnose_history import History, Moment
+from kvledger.events import Submit
 from kvledger.record import RoundRecord
 from kvledger.replay import Replay, Target
 from kvledger.request import Prompt
-from kvledger.trace import Submit
 
 MAX_CONTINUATIONS = 64
 """For each decision that is searched in full."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvledger.events import Abort, Event, Release, Round, Transferred
 from kvledger.evidence import needed_pages_of
 from kvledger.monitor import InvariantMonitor
 from kvledger.node import NodeSettings
 from kvledger.record import Decision, RoundRecord, Snapshot
 from kvledger.replay import Outcome, Stuck, Target, TargetFactory, replay
 from kvledger.rules import AccountingRules
-from kvledger.trace import Abort, Event, Release, Round, Trace, Transferred
+from kvledger.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)

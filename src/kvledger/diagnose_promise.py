@@ -14,9 +14,9 @@ from typing import Literal
 
 from kvledger.arithmetic import ceil_pages
 from kvledger.diagnose_history import History, Moment
+from kvledger.events import Abort, Cached, Hold, Release, Transferred
 from kvledger.ledger import Due
 from kvledger.record import Decision, RoundRecord
-from kvledger.trace import Abort, Cached, Hold, Release, Transferred
 
 How = Literal["load-back", "lock", "chunk", "rounding", "forced", "hold", "leak"]
 

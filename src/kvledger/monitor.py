@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvledger.events import Abort, Event, Submit, Transferred
 from kvledger.evidence import Evidence
 from kvledger.invariants import INVARIANTS, Invariant
 from kvledger.node import NodeSettings, PrefillNode
 from kvledger.record import Decision, RoundRecord
 from kvledger.replay import Broken, Monitor, Outcome, Stuck, Target, TargetFactory, replay
 from kvledger.rules import AccountingRules
-from kvledger.trace import Abort, Event, Submit, Trace, Transferred
+from kvledger.trace import Trace
 
 
 class InvariantMonitor(Monitor):
@@ -51,6 +52,9 @@ class InvariantMonitor(Monitor):
         self._ask("round", record)
         if record.failure is None:
             self._ask("event")
+        for rid in record.rolled_back:
+            self.evidence.computed.pop(rid, None)
+        self.evidence.ended.update(record.finished)
         self.evidence.computed.update((d.request, d.end) for d in record.joined)
         for d in record.joined:
             if not d.tail_tokens:

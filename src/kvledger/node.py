@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from kvledger.adder import AddReqResult, Chunk, PrefillAdder
 from kvledger.arithmetic import ceil_pages, floor_tokens
@@ -19,6 +20,9 @@ from kvledger.rules import AccountingRules
 from kvledger.slots import StateSlots
 from kvledger.views import decision_of, device_page, failure_of, snapshot_of
 
+Mode = Literal["prefill", "unified"]
+SchedulePolicy = Literal["fcfs", "lpm", "shortest-prefill-first", "priority"]
+
 FIRST_TOKEN = 1
 """A prefill node makes one token per request; the rest of the output is the decode node's."""
 
@@ -28,7 +32,7 @@ class NodeSettings:
     """A node's sizes in tokens. None: chunking off, no prefill limit, no host limit; host_tokens 0: no host tier.
 
     `state_slots` counts the recurrent states, of requests and of checkpoints, that the node has room for; None: no
-    limit.
+    limit. `mode`: prefill alone, or decode beside it, where `mixed_chunk` lets decodes join a prefill batch.
     """
 
     page_size: int
@@ -38,6 +42,9 @@ class NodeSettings:
     pool_tokens: int
     host_tokens: int | None
     state_slots: int | None = None
+    mode: Mode = "prefill"
+    schedule_policy: SchedulePolicy = "fcfs"
+    mixed_chunk: bool = False
 
     @property
     def pool_pages(self) -> int:

@@ -71,6 +71,8 @@ class RoundRecord:
     """One round: the ledger's figures when the decisions ended, the pool's after the round (or at its failure).
 
     In this round so many pages left the device, left the host, and were found to be cached already when inserted.
+    Requests that `decoded` took a token, `finished` their output, were `retracted` while they decoded, had their
+    admitted prefill `rolled_back`, or wait for a copy that goes on after the round (`loading`).
     """
 
     round: int
@@ -89,6 +91,11 @@ class RoundRecord:
     dropped_pages: int = 0
     shared_pages: int = 0
     failure: AllocationFailure | None = None
+    decoded: tuple[str, ...] = ()
+    finished: tuple[str, ...] = ()
+    retracted: tuple[str, ...] = ()
+    rolled_back: tuple[str, ...] = ()
+    loading: tuple[str, ...] = ()
 
     @property
     def joined(self) -> tuple[Decision, ...]:

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from kvledger.arithmetic import ceil_pages
-from kvledger.node import NodeSettings, PrefillNode, Watcher
-from kvledger.pool import OutOfPages
-from kvledger.record import AllocationFailure, RoundRecord, Snapshot
-from kvledger.request import Prompt
-from kvledger.rules import AccountingRules
-from kvledger.trace import (
+from kvledger.events import (
+    USUAL_OUTPUT,
     Abort,
     Cached,
+    Decode,
     Drain,
     Event,
+    Finish,
     Hold,
     Release,
     Round,
     Submit,
-    Trace,
-    TraceError,
     Transferred,
 )
+from kvledger.node import NodeSettings, PrefillNode, Watcher
+from kvledger.pool import OutOfPages
+from kvledger.record import AllocationFailure, RoundRecord, Snapshot
+from kvledger.request import Output, Prompt
+from kvledger.rules import AccountingRules
+from kvledger.trace import Trace, TraceError
 
 
 @runtime_checkable
@@ -36,6 +38,10 @@ class Target(Protocol):
     refusals too), `offsets` (what it has promised), `counts` (pages free, cached and of each request: they add up),
     `pages` (by identity). `submit` returns why a
     request can never be admitted, or None. `run_round` never raises for lack of memory: the record carries it.
+
+    An attribute `features`, where there is one, names what it models beyond plain prefill: `unified` (decode beside
+    prefill: `submit` takes an Output as well, and there are `run_decode` and `finish`), `mixed_chunk`, and schedule
+    policies. A trace that asks for more is bad input.
     """
 
     @property
@@ -57,7 +63,24 @@ class Target(Protocol):
     def snapshot(self) -> Snapshot: ...
 
 
+class UnifiedTarget(Target, Protocol):
+    """A target that decodes too; `has_work` counts the running requests in. Names of requests stay unique."""
+
+    def submit(self, rid: str, prompt: Prompt, output: Output = ...) -> str | None: ...
+    def run_decode(self) -> RoundRecord:
+        """Each running request takes a token, nobody is admitted."""
+        ...
+
+    def finish(self, rid: str) -> None:
+        """A running request's output ends now; nothing happens to any other."""
+        ...
+
+
 TargetFactory = Callable[[NodeSettings, AccountingRules, Watcher], Target]
+
+
+STEPS = (Round, Decode, Drain)
+"""Events in which the scheduler runs; all others happen between its rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +194,13 @@ def _violation(kind: str, round_number: int, facts: AllocationFailure | Stuck) -
     }
 
 
+DECODE_FACTS = ("decoded", "finished", "retracted", "rolled_back", "loading")
+
+
 def round_document(record: RoundRecord) -> dict[str, Any]:
-    """A round in the outcome's JSON form."""
-    return {
+    """A round in the outcome's JSON form; what only decode or late loads bring is there if it happened."""
+    told = {name: list(requests) for name in DECODE_FACTS if (requests := getattr(record, name))}
+    return told | {
         "round": record.round,
         "baseline": record.baseline,
         "rem_total_tokens": record.rem_total_tokens,
@@ -204,6 +231,23 @@ class EventError(ValueError):
         self.field = field_name
 
 
+class UnmodelledError(EventError):
+    """The trace asks for something that this target does not model."""
+
+
+def _check_modelled(settings: NodeSettings, target: Target) -> None:
+    features: frozenset[str] = getattr(target, "features", frozenset())
+    asked: dict[str, str | None] = {
+        "mode": settings.mode if settings.mode != "prefill" else None,
+        "schedule_policy": settings.schedule_policy if settings.schedule_policy != "fcfs" else None,
+        "mixed_chunk": "mixed_chunk" if settings.mixed_chunk else None,
+    }
+    for key, feature in asked.items():
+        if feature is not None and feature not in features:
+            value = "true" if key == "mixed_chunk" else f'"{feature}"'
+            raise UnmodelledError(f"node.{key}", f"{value} is not modelled by this target")
+
+
 class Replay:
     """A trace in the making: `apply` events one by one, read `outcome` at any time.
 
@@ -223,9 +267,11 @@ class Replay:
         self.rules = rules
         self.monitor = monitor or Monitor()
         self.target = target(settings, rules, self.monitor)
+        _check_modelled(settings, self.target)
         self.monitor.attach(self.target, settings, rules)
         self.outcome = Outcome(broken=self.monitor.broken)
         self.prompts: dict[str, Prompt] = {}
+        self.outputs: dict[str, Output] = {}
 
     @property
     def dead(self) -> bool:
@@ -235,22 +281,26 @@ class Replay:
         """Let one event happen. EventError if it cannot."""
         if self.dead:
             return
-        if not isinstance(event, (Round, Drain)):
+        if not isinstance(event, STEPS):
             self.outcome.happenings.append(self._happening(event))
         match event:
             case Round():
                 self._round()
             case Drain():
                 self._drain()
-            case Submit(request=rid, prompt=prompt):
-                self._submit(rid, prompt)
+            case Decode():
+                self._ran(self._decoding.run_decode())
+            case Submit():
+                self._submit(event)
+            case Finish(request=rid):
+                self._decoding.finish(rid)
             case Transferred(request=rid):
                 self.target.transferred(rid)
             case Abort(request=rid):
                 self.target.abort(rid)
             case Cached() | Hold() | Release():
                 self._environment(event)
-        if not isinstance(event, (Round, Drain)):
+        if not isinstance(event, STEPS):
             self.monitor.after_event(event)
 
     def _happening(self, event: Event) -> Happening:
@@ -261,6 +311,8 @@ class Replay:
             case Transferred(request=rid):
                 moot = "" if rid in self.target.in_flight() else " (not in flight: nothing happens)"
                 return Happening(rounds, f"transferred{moot}", rid)
+            case Finish(request=rid):
+                return Happening(rounds, "finished", rid)
             case Abort(request=rid):
                 return Happening(rounds, "aborted", rid)
             case Cached(tier=tier, prompt=prompt, locked=locked):
@@ -272,10 +324,19 @@ class Replay:
                 return Happening(rounds, "released", name, released)
         raise AssertionError(f"{event} is a round, not something between rounds")
 
-    def _submit(self, rid: str, prompt: Prompt) -> None:
-        reason = self.target.submit(rid, prompt)
+    @property
+    def _decoding(self) -> UnifiedTarget:
+        """The target as one that decodes: the trace says so, and the target said that it can."""
+        return cast(UnifiedTarget, self.target)
+
+    def _submit(self, event: Submit) -> None:
+        """A target that knows prompts only is not bothered with an output that is the usual one."""
+        rid, prompt, output = event.request, event.prompt, event.output
+        usual = output == USUAL_OUTPUT
+        reason = self.target.submit(rid, prompt) if usual else self._decoding.submit(rid, prompt, output)
         if reason is None:
             self.prompts[rid] = prompt
+            self.outputs[rid] = output
         else:
             self.outcome.rejected_at_submit.append((rid, reason))
 
@@ -294,7 +355,9 @@ class Replay:
             raise EventError("prompt" if isinstance(event, Cached) else "tokens", str(error)) from error
 
     def _round(self) -> RoundRecord:
-        record = self.target.run_round()
+        return self._ran(self.target.run_round())
+
+    def _ran(self, record: RoundRecord) -> RoundRecord:
         self.outcome.rounds.append(record)
         self.outcome.failure = record.failure
         self.monitor.after_round(record)
@@ -309,7 +372,8 @@ class Replay:
             record = self._round()
             if self.dead:
                 return
-            if not record.joined and not self._transfer_all() and self.target.has_work:
+            moved = record.joined or record.decoded or record.finished or record.retracted or record.loading
+            if not moved and not self._transfer_all() and self.target.has_work:
                 self._stick(record, "a round admitted nothing and nothing is in flight")
                 return
         else:
@@ -320,9 +384,15 @@ class Replay:
         self.monitor.at_rest()
 
     def _drain_bound_rounds(self) -> int:
-        """Each round runs a chunk or completes a transfer, and two chunks cover at least a page."""
+        """Each round runs a chunk, completes a transfer or decodes, and two chunks cover at least a page.
+
+        Where requests are sent back to the queue each may have to begin again behind every other one.
+        """
         pages = sum(ceil_pages(prompt.tokens, self.settings.page_size) for prompt in self.prompts.values())
-        return 2 * pages + 3 * len(self.prompts) + 1
+        bound = 2 * pages + 3 * len(self.prompts) + 1
+        if self.settings.mode == "prefill":
+            return bound
+        return (bound + sum(output.max_new_tokens for output in self.outputs.values())) * (len(self.prompts) + 1)
 
     def _transfer_all(self) -> bool:
         """Complete every transfer, in admission order; False if none was under way."""
@@ -359,7 +429,10 @@ def replay(
     source: str = "trace",
 ) -> Outcome:
     """Run a whole trace under its own rules or others. TraceError names an event that cannot happen."""
-    run = Replay(trace.node, rules or trace.accounting_rules, target=target, monitor=monitor)
+    try:
+        run = Replay(trace.node, rules or trace.accounting_rules, target=target, monitor=monitor)
+    except EventError as error:
+        raise TraceError(f"{source}: {error.field}: {error}") from error
     for index, event in enumerate(trace.events):
         try:
             run.apply(event)

@@ -50,6 +50,18 @@ def _page_keys(segments: Iterable[tuple[str, int]], page_size: int) -> Iterable[
         room = page_size - rest
 
 
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a request may make of its prompt: at most `max_new_tokens`, all of them if it ignores the end of sequence.
+
+    A larger `priority` goes first, where the schedule policy asks.
+    """
+
+    max_new_tokens: int = 1
+    ignore_eos: bool = False
+    priority: int = 0
+
+
 class CachedPage:
     """One full page of a cached prefix. `page` is its device page number, None while it is only on the host."""
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from kvledger.arithmetic import ceil_pages
+from kvledger.events import Cached, Event, Hold, Submit
 from kvledger.evidence import needed_pages_of
 from kvledger.invariants import INVARIANTS, Invariant
 from kvledger.monitor import InvariantMonitor
@@ -42,7 +43,7 @@ from kvledger.shrink_passes import (
     simpler_rules,
 )
 from kvledger.shrink_worlds import small_worlds
-from kvledger.trace import Cached, Event, Hold, Submit, Trace, TraceError
+from kvledger.trace import Trace, TraceError
 
 MAX_EVALUATIONS = 12_000
 BUDGET_SECONDS = 5.0

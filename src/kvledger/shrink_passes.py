@@ -7,17 +7,37 @@ trace to candidates, the boldest first. A candidate may be no smaller than the t
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from itertools import combinations, product
 from typing import Any
 
 from kvledger.arithmetic import ceil_pages, ceil_tokens, floor_tokens
+from kvledger.events import (
+    USUAL_OUTPUT,
+    Abort,
+    Cached,
+    Decode,
+    Drain,
+    Event,
+    Finish,
+    Hold,
+    Release,
+    Round,
+    Submit,
+    Transferred,
+)
 from kvledger.node import NodeSettings
 from kvledger.request import Prompt
 from kvledger.rules import PRESETS, AccountingRules
-from kvledger.trace import Abort, Cached, Drain, Event, Hold, Release, Round, Submit, Trace, Transferred
+from kvledger.trace import Trace
 
-NODE_SIZES = tuple(setting.name for setting in fields(NodeSettings))
+PLAIN_PREFILL: dict[str, Any] = {
+    setting.name: setting.default
+    for setting in fields(NodeSettings)
+    if setting.name in ("mode", "schedule_policy", "mixed_chunk")
+}
+"""What a node does beyond the simple case, switched off."""
+NODE_SIZES = tuple(setting.name for setting in fields(NodeSettings) if setting.name not in PLAIN_PREFILL)
 assert NODE_SIZES[0] == "page_size", "passes that scale expect the page first"
 LIMITS = tuple(
     name for name in NODE_SIZES if name not in ("page_size", "checkpoint_align", "pool_tokens", "host_tokens")
@@ -28,12 +48,26 @@ FEW = 12
 """Of up to so many events or sizes, pairs and triples are tried too."""
 
 # what an event costs a reader: a drain is the natural end, and what is not a request is somebody else's doing
-_WEIGHTS = {Drain: 0, Round: 1, Submit: 2, Transferred: 3, Release: 3, Cached: 4, Abort: 4, Hold: 5}
+_WEIGHTS = {
+    Drain: 0,
+    Round: 1,
+    Decode: 1,
+    Submit: 2,
+    Transferred: 3,
+    Finish: 3,
+    Release: 3,
+    Cached: 4,
+    Abort: 4,
+    Hold: 5,
+}
 _LOCKED_WEIGHT = 2
 _SEGMENT_WEIGHT = 2
 _SHARED_WEIGHT = 1
 # events of the same weight are sorted: what was there before the requests comes before them
-_PLACES = {Cached: 0, Hold: 1, Submit: 2, Release: 3, Transferred: 4, Abort: 5, Round: 6, Drain: 7}
+_PLACES = {
+    kind: place
+    for place, kind in enumerate((Cached, Hold, Submit, Release, Transferred, Abort, Round, Drain, Decode, Finish))
+}
 
 Sizes = tuple[int, ...]
 Measure = tuple[Any, ...]
@@ -68,7 +102,10 @@ def shape_key(events: Sequence[Event]) -> Measure:
             case Cached(tier, _, locked):
                 details = [int(locked), int(tier == "host")]
                 weight += _LOCKED_WEIGHT * locked
-            case Submit(name) | Transferred(name) | Abort(name) | Hold(name):
+            case Submit(name, _, output) if output != USUAL_OUTPUT:
+                details = [names.setdefault(name, len(names)), int(output.ignore_eos), abs(output.priority)]
+                weight += sum(getattr(output, key.name) != key.default for key in fields(output))
+            case Submit(name) | Transferred(name) | Finish(name) | Abort(name) | Hold(name):
                 details = [names.setdefault(name, len(names))]
             case Release(name, tokens):
                 details = [names.setdefault(name, len(names)), int(tokens is not None)]
@@ -96,8 +133,12 @@ def _switches_apart(rules: AccountingRules, other: AccountingRules) -> int:
 
 
 def _limits(node: NodeSettings) -> Measure:
-    """A limit that is not there is simpler than one that is, and no host tier is simpler than one without a limit."""
+    """A limit that is not there is simpler than one that is, and no host tier is simpler than one without a limit.
+
+    What a node does beyond plain prefill counts like a limit.
+    """
     limited = tuple(name for name in LIMITS if getattr(node, name) is not None)
+    limited += tuple(name for name, plain in PLAIN_PREFILL.items() if getattr(node, name) != plain)
     host = 0 if node.host_tokens == 0 else 1 if node.host_tokens is None else 2
     return len(limited), host, limited
 
@@ -114,6 +155,8 @@ def sizes_of(trace: Trace) -> Sizes:
         match event:
             case Submit(prompt=prompt) | Cached(prompt=prompt):
                 sizes += [tokens for _, tokens in prompt.segments]
+                if isinstance(event, Submit) and event.output.max_new_tokens > 1:
+                    sizes.append(event.output.max_new_tokens)
             case Hold(tokens=tokens) | Release(tokens=int(tokens)):
                 sizes.append(tokens)
             case _:
@@ -147,8 +190,11 @@ def with_sizes(trace: Trace, sizes: Sizes) -> Trace | None:
 
 def _resized(event: Event, rest: Iterator[int]) -> Event:
     match event:
-        case Submit(request, prompt):
-            return Submit(request, Prompt([(segment, next(rest)) for segment, _ in prompt.segments]))
+        case Submit(request, prompt, output):
+            prompt = Prompt([(segment, next(rest)) for segment, _ in prompt.segments])
+            if output.max_new_tokens > 1:
+                output = replace(output, max_new_tokens=next(rest))
+            return Submit(request, prompt, output)
         case Cached(tier, prompt, locked):
             return Cached(tier, Prompt([(segment, next(rest)) for segment, _ in prompt.segments]), locked)
         case Hold(name):
@@ -232,7 +278,7 @@ def repaired(events: Iterable[Event]) -> tuple[Event, ...]:
         match event:
             case Submit(request):
                 submitted.add(request)
-            case Transferred(request) | Abort(request) if request not in submitted:
+            case Transferred(request) | Finish(request) | Abort(request) if request not in submitted:
                 continue
             case Hold(name, tokens):
                 held[name] = held.get(name, 0) + tokens
@@ -266,6 +312,13 @@ def _simpler(event: Event, unused: str) -> Iterator[Event]:
             yield Drain()
         case Drain():
             yield Round()
+        case Decode():
+            yield Round()
+            yield Drain()
+        case Submit(request, prompt, output) if output != USUAL_OUTPUT:
+            yield Submit(request, prompt)
+            for key, usual in asdict(USUAL_OUTPUT).items():
+                yield Submit(request, prompt, replace(output, **{key: usual}))
         case Cached(tier, prompt, locked):
             yield Submit(unused, prompt)
             if locked:
@@ -310,13 +363,32 @@ def simpler_prompts(trace: Trace) -> Iterator[Trace]:
 
 
 def fewer_limits(trace: Trace) -> Iterator[Trace]:
-    """No limits at all and no host tier; then one limit less, another host tier, or a grid of one page."""
+    """Plain prefill; no limits at all and no host tier; then one limit less, another host tier, a grid of one page."""
     node = trace.node
     none: dict[str, Any] = dict.fromkeys(LIMITS)
     changes: list[dict[str, Any]] = [{**none, "host_tokens": 0}, *({name: None} for name in LIMITS)]
     changes += [{"host_tokens": 0}, {"host_tokens": None}, {"checkpoint_align": node.page_size}]
+    if replace(node, **PLAIN_PREFILL) != node:
+        yield _plain_prefill(trace)
+        changes += [{name: plain} for name, plain in PLAIN_PREFILL.items() if name != "mode"]
     for change in changes:
         yield replace(trace, node=replace(node, **change))
+
+
+def _plain_prefill(trace: Trace) -> Trace:
+    """The same prompts on a node that decodes nothing."""
+    events: list[Event] = []
+    for event in trace.events:
+        match event:
+            case Submit(request, prompt):
+                events.append(Submit(request, prompt))
+            case Decode():
+                events.append(Round())
+            case Finish(request):
+                events.append(Transferred(request))
+            case _:
+                events.append(event)
+    return replace(trace, node=replace(trace.node, **PLAIN_PREFILL), events=tuple(events))
 
 
 # --- passes over sizes
@@ -387,12 +459,12 @@ def normal_form(trace: Trace) -> Trace:
     events: list[Event] = []
     for event in trace.events:
         match event:
-            case Submit(request, prompt):
+            case Submit(request, prompt, output):
                 name = requests.setdefault(request, letters(len(requests)).upper())
-                events.append(Submit(name, _renamed(prompt, segments)))
+                events.append(Submit(name, _renamed(prompt, segments), output))
             case Cached(tier, prompt, locked):
                 events.append(Cached(tier, _renamed(prompt, segments), locked))
-            case Transferred(request) | Abort(request):
+            case Transferred(request) | Finish(request) | Abort(request):
                 events.append(type(event)(requests[request]))
             case Hold(name) | Release(name):
                 events.append(replace(event, name=holds.setdefault(name, f"H{len(holds) + 1}")))

@@ -16,11 +16,22 @@ from itertools import pairwise, product
 from typing import Any
 
 from kvledger.arithmetic import ceil_tokens
+from kvledger.events import (
+    Abort,
+    Cached,
+    Drain,
+    Event,
+    Hold,
+    Round,
+    Submit,
+    Tier,
+    Transferred,
+)
 from kvledger.node import NodeSettings
 from kvledger.request import Prompt
 from kvledger.rules import AccountingRules
 from kvledger.shrink_passes import RULE_SIZES, Measure, letters, shape_key
-from kvledger.trace import Abort, Cached, Drain, Event, Hold, Round, Submit, Tier, Trace, Transferred
+from kvledger.trace import Trace
 
 SHAPE_EVENTS = 4
 """Shapes of up to so many events are tried: about a hundred, and thousands with one more."""

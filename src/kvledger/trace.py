@@ -11,14 +11,15 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
-from typing import Any, Literal
+from typing import Any
 
 from kvledger.arithmetic import ceil_pages
+from kvledger.events import Abort, Cached, Decode, Drain, Event, Finish, Hold, Release, Round, Submit, Transferred
 from kvledger.node import NodeSettings
-from kvledger.request import Prompt
+from kvledger.request import Output, Prompt
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.saving import write_whole
 from kvledger.schema import Schema, Unusable, escaped, show, show_path
@@ -27,74 +28,13 @@ FORMAT = "kvledger-trace/1"
 MAX_TOKENS = 2**28
 MAX_PROMPT_PAGES = 2**23
 MAX_FILE_BYTES = 2**28
+OUTPUT_KEYS = tuple(key.name for key in fields(Output))
 # more digits than any size has, fewer than Python's own limit can be set to
 MAX_DIGITS = 640
-
-Tier = Literal["host", "device"]
 
 
 class TraceError(ValueError):
     """A document is no valid trace. Its text is one line of printable ASCII: file, place, value and what is wrong."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cached:
-    """The full pages of `prompt` are cached in `tier`; `locked`: by someone outside the trace, so never evicted."""
-
-    tier: Tier
-    prompt: Prompt
-    locked: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Submit:
-    """A request with a name of its own joins the end of the waiting queue."""
-
-    request: str
-    prompt: Prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """One round is run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """Rounds are run until nothing waits or is half done; transfers complete as late as is fair."""
-
-
-@dataclass(frozen=True, slots=True)
-class Transferred:
-    """A request's KV has reached the decode node. Valid for every submitted request, in whatever state."""
-
-    request: str
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """A request ends, wherever it is."""
-
-    request: str
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """`name` takes `tokens` plain slots out of the pool; holds of one name add up."""
-
-    name: str
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """`name` gives `tokens` of its slots back; None: all that it still holds."""
-
-    name: str
-    tokens: int | None = None
-
-
-Event = Cached | Submit | Round | Drain | Transferred | Abort | Hold | Release
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +106,7 @@ def to_document(trace: Trace) -> dict[str, Any]:
     document: dict[str, Any] = {"format": FORMAT}
     if trace.title:
         document["title"] = trace.title
-    document["node"] = {name: size for name, size in asdict(trace.node).items() if name != "state_slots" or size}
+    document["node"] = _unusual(trace.node)
     document["rules"] = trace.rules if isinstance(trace.rules, str) else asdict(trace.rules)
     document["events"] = [_event_document(event) for event in trace.events]
     if trace.expect:
@@ -235,7 +175,7 @@ def _trace(document: dict[str, Any]) -> Trace:
     if not isinstance(rules, str):
         rules = AccountingRules(**rules)
         _check_rules(rules, node.page_size)
-    reader = _EventReader(node.page_size)
+    reader = _EventReader(node)
     events = tuple(reader.read(index, event) for index, event in enumerate(document["events"]))
     return Trace(node, rules, events, title, dict(document.get("expect", {})))
 
@@ -258,6 +198,8 @@ def _check_node(node: NodeSettings) -> None:
     if node.pool_tokens < page_size:
         message = f"{node.pool_tokens} is below page_size {page_size}: the pool would not have one page"
         raise _MisfitError(message, "node", "pool_tokens")
+    if node.mixed_chunk and node.mode == "prefill":
+        raise _MisfitError("a prefill node decodes nothing that could join a chunk", "node", "mixed_chunk")
 
 
 def _check_rules(rules: AccountingRules, page_size: int) -> None:
@@ -270,8 +212,8 @@ def _check_rules(rules: AccountingRules, page_size: int) -> None:
 class _EventReader:
     """Makes events of their documents, in order, and checks each against the ones before it."""
 
-    def __init__(self, page_size: int) -> None:
-        self._page_size = page_size
+    def __init__(self, node: NodeSettings) -> None:
+        self._node = node
         self._submitted_at: dict[str, int] = {}
         self._held_tokens: dict[str, int] = {}
         self._prompt_pages = 0
@@ -287,9 +229,16 @@ class _EventReader:
             case "cached":
                 return Cached(document["tier"], self._prompt(document["prompt"]), document.get("locked", False))
             case "submit":
-                return Submit(self._new_request(document["request"], index), self._prompt(document["prompt"]))
+                request = self._new_request(document["request"], index)
+                return Submit(request, self._prompt(document["prompt"]), self._output(document))
             case "round":
                 return Round()
+            case "decode":
+                self._only_unified("event", '"decode"')
+                return Decode()
+            case "finish":
+                self._only_unified("event", '"finish"')
+                return Finish(self._known_request(document["request"]))
             case "drain":
                 return Drain()
             case "transferred":
@@ -308,11 +257,26 @@ class _EventReader:
         tokens = sum(tokens for _, tokens in pairs)
         if not 1 <= tokens <= MAX_TOKENS:
             raise _MisfitError(f"a prompt of {tokens} tokens, not of 1 to {MAX_TOKENS}", "prompt")
-        self._prompt_pages += ceil_pages(tokens, self._page_size)
+        self._prompt_pages += ceil_pages(tokens, self._node.page_size)
         if self._prompt_pages > MAX_PROMPT_PAGES:
             message = f"the prompts up to here have {self._prompt_pages} pages, more than {MAX_PROMPT_PAGES} in all"
             raise _MisfitError(message, "prompt")
         return Prompt(tuple((segment, tokens) for segment, tokens in pairs))
+
+    def _output(self, document: dict[str, Any]) -> Output:
+        output = Output(**{key: document[key] for key in OUTPUT_KEYS if key in document})
+        if output.max_new_tokens > 1:
+            self._only_unified("max_new_tokens", output.max_new_tokens)
+        if output.ignore_eos:
+            self._only_unified("ignore_eos", "true")
+        if output.priority and self._node.schedule_policy != "priority":
+            message = f"{output.priority} orders nothing under schedule_policy {show(self._node.schedule_policy)}"
+            raise _MisfitError(message, "priority")
+        return output
+
+    def _only_unified(self, key: str, value: object) -> None:
+        if self._node.mode != "unified":
+            raise _MisfitError(f'{value} needs "mode": "unified": a prefill node makes one token', key)
 
     def _new_request(self, request: str, index: int) -> str:
         _check_text(request, "request")
@@ -343,15 +307,25 @@ class _EventReader:
         return Release(name, tokens)
 
 
+def _unusual(values: NodeSettings | Output) -> dict[str, Any]:
+    """What is not left at its default."""
+    return {key.name: value for key in fields(values) if (value := getattr(values, key.name)) != key.default}
+
+
 def _event_document(event: Event) -> dict[str, Any]:
     match event:
         case Cached(tier, prompt, locked):
             document = {"event": "cached", "tier": tier, "prompt": [list(pair) for pair in prompt.segments]}
             return document | {"locked": True} if locked else document
-        case Submit(request, prompt):
-            return {"event": "submit", "request": request, "prompt": [list(pair) for pair in prompt.segments]}
+        case Submit(request, prompt, output):
+            document = {"event": "submit", "request": request, "prompt": [list(pair) for pair in prompt.segments]}
+            return document | _unusual(output)
         case Round():
             return {"event": "round"}
+        case Decode():
+            return {"event": "decode"}
+        case Finish(request):
+            return {"event": "finish", "request": request}
         case Drain():
             return {"event": "drain"}
         case Transferred(request):

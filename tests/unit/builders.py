@@ -6,9 +6,9 @@ from typing import Any
 
 from hypothesis import settings
 
+from kvledger.events import Cached, Drain, Event, Submit
 from kvledger.node import NodeSettings
 from kvledger.request import Prompt
-from kvledger.trace import Cached, Drain, Event, Submit
 
 REPEATABLE = settings(derandomize=True, deadline=None)
 """Every run draws the same examples, and none is judged by a clock."""

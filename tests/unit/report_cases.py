@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import random
 
+from kvledger.events import (
+    Abort,
+    Cached,
+    Drain,
+    Event,
+    Hold,
+    Round,
+    Submit,
+    Transferred,
+)
 from kvledger.rules import AccountingRules
-from kvledger.trace import Abort, Cached, Drain, Event, Hold, Round, Submit, Trace, Transferred
+from kvledger.trace import Trace
 from tests.unit.builders import INCIDENT, INCIDENT_NODE, node_settings, prompt
 
 INCIDENT_TRACE = Trace(INCIDENT_NODE, "aligned", INCIDENT, "1keim's tail is spent", {"aligned": "oom"})

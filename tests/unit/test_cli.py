@@ -17,11 +17,19 @@ import pytest
 import kvledger
 from kvledger import cli
 from kvledger.cli import main
+from kvledger.events import (
+    Cached,
+    Drain,
+    Event,
+    Hold,
+    Round,
+    Submit,
+)
 from kvledger.monitor import checked_replay
 from kvledger.node import PrefillNode
 from kvledger.replay import TargetFactory
 from kvledger.rules import PRESETS
-from kvledger.trace import Cached, Drain, Event, Hold, Round, Submit, Trace, dumps, load
+from kvledger.trace import Trace, dumps, load
 from tests.unit.builders import INCIDENT, INCIDENT_NODE, node_settings, prompt
 
 EXPECT = {"upstream": "ok", "aligned": "oom", "tail-reserved": "ok"}
@@ -324,7 +332,10 @@ def test_bad_standard_input(capsys, monkeypatch):
         (["replay", "t.json", "--rules", "\n\x1b[2J" + "x" * 9000], "is none of upstream, aligned, tail-reserved"),
         (["replay", "t.json", "--rules"], "--rules"),
         (["replay", "t.json", "--rule", "aligned"], "--rule"),
-        (["replay", "t.json", "--target", "vllm"], "'vllm' is neither one of node nor package.module:attribute"),
+        (
+            ["replay", "t.json", "--target", "nobody"],
+            "'nobody' is neither one of node, sglang, vllm nor package.module:",
+        ),
         (["replay", "t.json", "--device", "tpu"], '"tpu" is none of cpu, cuda'),
         (["replay", "t.json", "--fast\n"], "--fast\\n"),
         (["verify", "--rules", "fixed"], '"fixed" is none of upstream, aligned, tail-reserved'),

@@ -6,13 +6,23 @@ from collections.abc import Iterable, Mapping
 
 import pytest
 
+from kvledger.events import (
+    Abort,
+    Cached,
+    Drain,
+    Hold,
+    Release,
+    Round,
+    Submit,
+    Transferred,
+)
 from kvledger.monitor import InvariantMonitor, checked_replay
 from kvledger.node import NodeSettings, Watcher
 from kvledger.replay import Replay, Target
 from kvledger.request import Prompt
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.targets.counted import CountedTarget, Ran
-from kvledger.trace import Abort, Cached, Drain, Hold, Release, Round, Submit, Trace, Transferred
+from kvledger.trace import Trace
 
 NODE = NodeSettings(
     page_size=4,

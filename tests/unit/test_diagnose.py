@@ -14,13 +14,7 @@ from kvledger.diagnose import Diagnosis, NoReturn, diagnose
 from kvledger.diagnose_future import FutureSearch
 from kvledger.diagnose_history import watch
 from kvledger.diagnose_promise import BrokenPromise, Spending
-from kvledger.ledger import Due
-from kvledger.monitor import checked_replay
-from kvledger.node import NodeSettings, PrefillNode, Watcher
-from kvledger.record import RoundRecord
-from kvledger.replay import replay
-from kvledger.rules import PRESETS, AccountingRules
-from kvledger.trace import (
+from kvledger.events import (
     Cached,
     Drain,
     Event,
@@ -28,10 +22,15 @@ from kvledger.trace import (
     Release,
     Round,
     Submit,
-    Trace,
-    TraceError,
     Transferred,
 )
+from kvledger.ledger import Due
+from kvledger.monitor import checked_replay
+from kvledger.node import NodeSettings, PrefillNode, Watcher
+from kvledger.record import RoundRecord
+from kvledger.replay import replay
+from kvledger.rules import PRESETS, AccountingRules
+from kvledger.trace import Trace, TraceError
 from tests.unit.builders import INCIDENT, INCIDENT_ARRIVALS, INCIDENT_NODE, node_settings, prompt
 
 NOTHING_BROKE: dict[str, Any] = {"broken_promise": None, "spent_by": [], "point_of_no_return": None, "avoided_by": None}

@@ -11,8 +11,9 @@ import pytest
 
 from kvledger.cli import SHELL, CommandError
 from kvledger.commands.draw import add_perfetto, add_report
+from kvledger.events import Hold
 from kvledger.saving import write_whole
-from kvledger.trace import Hold, Trace, TraceError, dumps, load
+from kvledger.trace import Trace, TraceError, dumps, load
 from tests.unit.builders import node_settings
 from tests.unit.report_cases import INCIDENT_TRACE
 

@@ -12,6 +12,14 @@ import pytest
 
 from kvledger.cli import main
 from kvledger.diagnose import diagnose
+from kvledger.events import (
+    Cached,
+    Drain,
+    Event,
+    Hold,
+    Round,
+    Submit,
+)
 from kvledger.replay import replay
 from kvledger.report import Replayed
 from kvledger.report.explained import explanation_lines, round_notes
@@ -21,7 +29,7 @@ from kvledger.report.recording import record
 from kvledger.report.side_by_side import first_difference, side_by_side_lines
 from kvledger.report.waterfall_text import BAR_COLUMNS, bar_columns, waterfall_lines
 from kvledger.rules import PRESETS, AccountingRules
-from kvledger.trace import Cached, Drain, Event, Hold, Round, Submit, Trace, write
+from kvledger.trace import Trace, write
 from tests.unit.builders import INCIDENT, INCIDENT_NODE, node_settings, prompt
 
 INCIDENT_TRACE = Trace(INCIDENT_NODE, "aligned", INCIDENT, "Post-mortem")

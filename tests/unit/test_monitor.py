@@ -8,6 +8,16 @@ from typing import Any
 import pytest
 
 from kvledger.adder import AddReqResult
+from kvledger.events import (
+    Abort,
+    Drain,
+    Event,
+    Hold,
+    Release,
+    Round,
+    Submit,
+    Transferred,
+)
 from kvledger.evidence import Evidence
 from kvledger.invariants import INVARIANTS, Invariant
 from kvledger.ledger import Due, Promise
@@ -17,7 +27,7 @@ from kvledger.record import AllocationFailure, Decision, LiveRequest, RoundRecor
 from kvledger.replay import Replay, Stuck
 from kvledger.request import Prompt
 from kvledger.rules import PRESETS, AccountingRules
-from kvledger.trace import Abort, Drain, Event, Hold, Release, Round, Submit, Trace, TraceError, Transferred
+from kvledger.trace import Trace, TraceError
 from tests.unit.builders import INCIDENT, INCIDENT_NODE, node_settings, prompt
 
 NAMES = [invariant.name for invariant in INVARIANTS]

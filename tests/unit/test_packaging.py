@@ -24,7 +24,7 @@ KERNELS = ROOT / "src" / "kernels"
 ORDER = (
     *("arithmetic", "ledger", "rules", "adder"),
     *("request", "pool", "radix", "record", "occupancy", "views", "slots", "node"),
-    *("trace", "replay", "evidence", "invariants", "monitor", "shrink", "diagnose"),
+    *("events", "trace", "replay", "evidence", "invariants", "monitor", "shrink", "diagnose"),
 )
 # A helper stands just left of the one module that may import it, among its siblings in this order.
 HELPERS = {

@@ -8,12 +8,27 @@ from typing import Any
 import pytest
 
 from kvledger.adder import AddReqResult
+from kvledger.events import (
+    USUAL_OUTPUT,
+    Abort,
+    Cached,
+    Decode,
+    Drain,
+    Event,
+    Finish,
+    Hold,
+    Release,
+    Round,
+    Submit,
+    Transferred,
+)
+from kvledger.monitor import InvariantMonitor
 from kvledger.node import NodeSettings, PrefillNode, Watcher
 from kvledger.record import AllocationFailure, Decision, RoundRecord, Snapshot
 from kvledger.replay import Broken, EventError, Monitor, Outcome, Replay, Stuck, Target, replay, round_document
-from kvledger.request import Prompt
+from kvledger.request import Output, Prompt
 from kvledger.rules import PRESETS, AccountingRules
-from kvledger.trace import Abort, Cached, Drain, Event, Hold, Release, Round, Submit, Trace, TraceError, Transferred
+from kvledger.trace import Trace, TraceError
 from tests.unit.builders import INCIDENT, INCIDENT_ARRIVALS, INCIDENT_NODE, node_settings, prompt
 
 OUTCOME_KEYS = ["verdict", "violation", "broken", "rounds", "rejected_at_submit"]
@@ -564,3 +579,89 @@ def test_a_trace_is_replayed_on_the_target_it_is_given() -> None:
 def test_our_node_is_a_target() -> None:
     assert isinstance(PrefillNode(node_settings(), PRESETS["aligned"]), Target)
     assert isinstance(ScriptedTarget(""), Target)
+
+
+# --- targets that decode
+
+
+class DecodingNode(PrefillNode):
+    """The node, and tokens for whoever is in flight, out of nowhere: what replay asks of a target that decodes."""
+
+    features = frozenset({"unified"})
+
+    def __init__(self, *built: Any) -> None:
+        super().__init__(*built)
+        self.left: dict[str, int] = {}
+
+    def submit(self, rid: str, prompt: Prompt, output: Output = USUAL_OUTPUT) -> str | None:
+        self.left[rid] = output.max_new_tokens
+        return super().submit(rid, prompt)
+
+    @property
+    def has_work(self) -> bool:
+        return super().has_work or bool(self.in_flight())
+
+    def run_round(self) -> RoundRecord:
+        record = super().run_round()
+        return record if record.joined else self.run_decode()
+
+    def run_decode(self) -> RoundRecord:
+        decoded = self.in_flight()
+        for rid in decoded:
+            self.left[rid] -= 1
+        finished = tuple(rid for rid in decoded if not self.left[rid])
+        for rid in finished:
+            self.transferred(rid)
+        return changed(super().run_round(), decoded=decoded, finished=finished)
+
+    def finish(self, rid: str) -> None:
+        self.transferred(rid)
+
+
+UNIFIED = node_settings(mode="unified")
+
+
+def test_drain_goes_on_until_every_output_is_done():
+    submits: list[Event] = [Submit("A", prompt(("a", 100)), Output(max_new_tokens=3)), Submit("B", prompt(("b", 100)))]
+    outcome = play([*submits, Drain()], settings=UNIFIED, target=DecodingNode)
+    assert outcome.verdict == "ok"
+    assert [record.decoded for record in outcome.rounds] == [(), ("A", "B"), ("A",), ("A",)]
+    told = [round_document(record) for record in outcome.rounds]
+    assert list(told[0]) == ROUND_KEYS
+    assert (told[1]["decoded"], told[1]["finished"]) == (["A", "B"], ["B"])
+
+
+def test_decode_and_finish_are_events():
+    submit = Submit("A", prompt(("a", 100)), Output(max_new_tokens=30))
+    outcome = play([submit, Round(), Decode(), Finish("A"), Drain()], settings=UNIFIED, target=DecodingNode)
+    assert [record.decoded for record in outcome.rounds] == [(), ("A",)]
+    assert [happening.what for happening in outcome.happenings] == ["submitted", "finished"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"mode": "unified"}, "mode"),
+        ({"schedule_policy": "lpm"}, "schedule_policy"),
+        ({"mode": "unified", "mixed_chunk": True}, "mode"),
+    ],
+)
+def test_what_a_target_does_not_model_is_bad_input(settings: dict[str, Any], field: str):
+    trace = Trace(node_settings(**settings), "tail-reserved", (Drain(),))
+    with pytest.raises(TraceError, match=rf"^t\.json: node\.{field}: .* is not modelled by this target$"):
+        replay(trace, target=CountlessNode, source="t.json")
+
+
+class CountlessNode(PrefillNode):
+    features: frozenset[str] = frozenset()
+
+
+def test_a_rolled_back_prefill_breaks_the_promise():
+    class Forgetful(PrefillNode):
+        def run_round(self) -> RoundRecord:
+            return changed(super().run_round(), rolled_back=("A",))
+
+    events = [Submit("A", prompt(("a", 100))), Drain()]
+    outcome = play(events, target=Forgetful, monitor=InvariantMonitor())
+    assert outcome.broken[0].invariant == "admitted-finishes"
+    assert "thrown away" in outcome.broken[0].message

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvledger.events import Drain, Hold, Round, Submit
 from kvledger.ledger import Due
 from kvledger.monitor import checked_replay
 from kvledger.node import PrefillNode
@@ -22,7 +23,7 @@ from kvledger.report.pool_picture import MAX_BINS, bins_of
 from kvledger.report.recording import record
 from kvledger.report.round_data import FIGURES
 from kvledger.rules import PRESETS, AccountingRules
-from kvledger.trace import Drain, Hold, Round, Submit, Trace, dumps, parse
+from kvledger.trace import Trace, dumps, parse
 from tests.oracle.random_traces import random_trace
 from tests.unit.builders import node_settings, prompt
 from tests.unit.page_tree import Node, parsed

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvledger.events import Round, Submit
 from kvledger.ledger import Due
 from kvledger.monitor import checked_replay
 from kvledger.node import PrefillNode
@@ -17,7 +18,7 @@ from kvledger.report.markup import Name
 from kvledger.report.perfetto import BETWEEN_US, PERIOD_US, trace_events
 from kvledger.report.recording import record
 from kvledger.report.waterfall import due_tokens
-from kvledger.trace import Round, Submit, Trace
+from kvledger.trace import Trace
 from tests.unit.builders import node_settings, prompt
 from tests.unit.report_cases import CASES, HOSTILE_NAMES, INCIDENT_TRACE, SMALL, hostile_trace, long_trace
 

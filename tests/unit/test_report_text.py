@@ -10,6 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvledger.adder import AddReqResult
+from kvledger.events import (
+    Abort,
+    Cached,
+    Event,
+    Hold,
+    Round,
+    Submit,
+)
 from kvledger.ledger import Due, Promise
 from kvledger.monitor import checked_replay
 from kvledger.record import AllocationFailure, Decision, RoundRecord
@@ -19,7 +27,7 @@ from kvledger.report.plain import named, padded, plain, width, wrapped
 from kvledger.report.rounds import Gap, Layout, round_lines, rounds_to_show
 from kvledger.report.text import ending_lines, heading_lines, replay_lines, summary_line
 from kvledger.rules import PRESETS, AccountingRules
-from kvledger.trace import Abort, Cached, Event, Hold, Round, Submit, Trace
+from kvledger.trace import Trace
 from tests.unit.builders import INCIDENT, INCIDENT_NODE, REPEATABLE, node_settings, prompt
 
 INCIDENT_TEXT = """\

@@ -6,7 +6,7 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from importlib import resources
 from typing import Any
 
@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvledger.node import NodeSettings
+from kvledger.request import Output
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.schema import Problem, Schema, SchemaError, Unusable, escaped, show, show_path
 from kvledger.trace import FORMAT, MAX_PROMPT_PAGES, MAX_TOKENS
@@ -85,13 +86,23 @@ def test_schema_and_code_name_the_same_things():
     assert top["format"]["const"] == FORMAT
     assert defs["preset"]["enum"] == list(top["expect"]["properties"]) == list(PRESETS)
     names = [each.name for each in fields(NodeSettings)]
-    assert list(defs["node"]["properties"]) == [*defs["node"]["required"], "state_slots"] == names
+    assert list(defs["node"]["properties"]) == names
+    assert defs["node"]["required"] == [each.name for each in fields(NodeSettings) if each.default is MISSING]
+    assert_defaults(defs["node"]["properties"], NodeSettings)
+    assert_defaults(defs["submit"]["properties"], Output)
     rules = defs["rules"]["properties"]
     assert {name: rule["default"] for name, rule in rules.items()} == asdict(AccountingRules())
     kinds = [branch["if"]["properties"]["event"]["const"] for branch in defs["event"]["allOf"]]
     assert kinds == defs["event"]["properties"]["event"]["enum"]
     assert str(MAX_TOKENS) in PUBLISHED["description"]
     assert str(MAX_PROMPT_PAGES) in PUBLISHED["description"]
+
+
+def assert_defaults(properties: Any, kind: type) -> None:
+    """A key that may be left out says what it then is, unless that is nothing at all."""
+    for each in fields(kind):
+        if each.default is not MISSING:
+            assert properties[each.name].get("default") == each.default, each.name
 
 
 def limits_of(schema: Any) -> Iterator[tuple[str, int]]:

@@ -7,6 +7,17 @@ import pytest
 
 from benchmarks.bench_shrink import KINDS, Kind, TwiceFreeingNode, failing
 from kvledger.adder import PrefillAdder, PrefillRequest
+from kvledger.events import (
+    Abort,
+    Cached,
+    Drain,
+    Event,
+    Hold,
+    Release,
+    Round,
+    Submit,
+    Transferred,
+)
 from kvledger.monitor import checked_replay
 from kvledger.node import NodeSettings, PrefillNode, Watcher
 from kvledger.record import RoundRecord, Snapshot
@@ -16,21 +27,7 @@ from kvledger.rules import PRESETS, AccountingRules
 from kvledger.shrink import SLOW_STEPS, NothingToShrink, Shrunk, shrink
 from kvledger.shrink_passes import letters, lowered, measure, normal_form, repaired, sizes_of, with_sizes
 from kvledger.shrink_worlds import shapes, small_worlds
-from kvledger.trace import (
-    Abort,
-    Cached,
-    Drain,
-    Event,
-    Hold,
-    Release,
-    Round,
-    Submit,
-    Trace,
-    TraceError,
-    Transferred,
-    parse,
-    to_document,
-)
+from kvledger.trace import Trace, TraceError, parse, to_document
 from tests.unit.builders import INCIDENT, INCIDENT_NODE, node_settings, prompt
 
 SEEDS = range(6)

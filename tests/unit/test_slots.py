@@ -8,6 +8,14 @@ import random
 import pytest
 
 from kvledger.adder import AddReqResult
+from kvledger.events import (
+    Cached,
+    Drain,
+    Event,
+    Round,
+    Submit,
+    Transferred,
+)
 from kvledger.monitor import InvariantMonitor
 from kvledger.node import NodeSettings, PrefillNode
 from kvledger.replay import Outcome, Replay, replay
@@ -16,7 +24,7 @@ from kvledger.rules import PRESETS
 from kvledger.slots import StateSlots
 from kvledger.testing.driver import example
 from kvledger.testing.moves import NODE_SPACE, Space
-from kvledger.trace import Cached, Drain, Event, Round, Submit, Trace, TraceError, Transferred, dumps, parse
+from kvledger.trace import Trace, TraceError, dumps, parse
 
 SETTINGS = NodeSettings(
     page_size=16,

@@ -15,22 +15,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvledger.trace
-from kvledger.node import NodeSettings
-from kvledger.request import Prompt
-from kvledger.rules import PRESETS, AccountingRules
-from kvledger.trace import (
-    MAX_FILE_BYTES,
+from kvledger.events import (
     Abort,
     Cached,
+    Decode,
     Drain,
     Event,
+    Finish,
     Hold,
     Release,
     Round,
     Submit,
+    Transferred,
+)
+from kvledger.node import NodeSettings
+from kvledger.request import Output, Prompt
+from kvledger.rules import PRESETS, AccountingRules
+from kvledger.trace import (
+    MAX_FILE_BYTES,
     Trace,
     TraceError,
-    Transferred,
     dumps,
     load,
     loads,
@@ -374,7 +378,8 @@ MALFORMED: list[tuple[object, str]] = [
     (changed("events", 9, "tokens", to=1), 'events[9]: "tokens" is not a known key'),
     (
         changed("events", 4, "event", to="Round"),
-        'events[4].event: "Round" is none of cached, submit, round, drain, transferred, abort, hold, release',
+        'events[4].event: "Round" is none of '
+        "cached, submit, round, decode, drain, transferred, finish, abort, hold, release",
     ),
     (changed("events", 4, "event", to=None), "events[4].event: null is none of cached, submit, …"),
     (changed("events", 0, "tier", to=ABSENT), 'events[0]: "tier" is missing'),
@@ -791,3 +796,51 @@ def test_file_is_never_seen_half_written(tmp_path, monkeypatch):
 def test_write_into_a_missing_folder_is_an_os_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         write(EXAMPLE_TRACE, tmp_path / "gone" / "t.json")
+
+
+# --- decode beside prefill
+
+
+def unified(**node: Any) -> dict[str, Any]:
+    """The example on a node that decodes, with outputs on its first request."""
+    document: Any = json.loads(EXAMPLE)
+    document["node"] |= {"mode": "unified"} | node
+    document["events"] += [{"event": "decode"}, {"event": "finish", "request": "A"}]
+    document["events"][2] |= {"max_new_tokens": 16, "ignore_eos": True}
+    return document  # type: ignore[no-any-return]
+
+
+def test_unified_trace_is_read_and_written_as_it_was():
+    trace = parse(unified(schedule_policy="priority", mixed_chunk=True), "t.json")
+    assert trace.node.mode == "unified"
+    assert (trace.node.schedule_policy, trace.node.mixed_chunk) == ("priority", True)
+    assert isinstance(trace.events[2], Submit)
+    assert trace.events[2].output == Output(max_new_tokens=16, ignore_eos=True)
+    assert trace.events[-2:] == (Decode(), Finish("A"))
+    assert loads(dumps(trace).encode(), "t.json") == trace
+
+
+def test_what_is_as_usual_is_not_written():
+    document = to_document(parse(json.loads(EXAMPLE), "t.json"))
+    assert not {"mode", "schedule_policy", "mixed_chunk", "state_slots"} & document["node"].keys()
+    assert all(
+        event.keys() <= {"event", "request", "prompt"} for event in document["events"] if event["event"] == "submit"
+    )
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (changed("node", "mode", to="decode"), 'node.mode: "decode" is none of prefill, unified'),
+        (changed("node", "schedule_policy", to="lifo"), 'node.schedule_policy: "lifo" is none of …'),
+        (changed("node", "mixed_chunk", to=True), "node.mixed_chunk: a prefill node decodes nothing …"),
+        (changed("events", 4, to={"event": "decode"}), 'events[4].event: "decode" needs "mode": "unified": …'),
+        (changed("events", 7, "event", to="finish"), 'events[7].event: "finish" needs "mode": "unified": …'),
+        (changed("events", 2, "max_new_tokens", to=2), 'events[2].max_new_tokens: 2 needs "mode": "unified": …'),
+        (changed("events", 2, "max_new_tokens", to=0), "events[2].max_new_tokens: 0 is below the minimum 1"),
+        (changed("events", 2, "ignore_eos", to=True), 'events[2].ignore_eos: true needs "mode": "unified": …'),
+        (changed("events", 2, "priority", to=3), 'events[2].priority: 3 orders nothing under schedule_policy "fcfs"'),
+    ],
+)
+def test_what_only_decode_brings_needs_a_node_that_decodes(document, message):
+    assert says(refusal(document), message)

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from kvledger.node import PrefillNode
 from kvledger.replay import TargetFactory
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.targets import TARGETS
@@ -37,7 +38,7 @@ def add_trace_options(parser: argparse.ArgumentParser, shell: Shell, *, several:
     parser.add_argument(
         "--target",
         type=shell.target,
-        default=TARGETS["node"],
+        default=PrefillNode,
         metavar="NAME",
         help=f"the scheduler under test: {', '.join(TARGETS)}, or package.module:attribute (default: node)",
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvledger.events import Round
 from kvledger.report.lanes import Answer, Lane, Stretch
 from kvledger.report.markup import Html, element
 from kvledger.report.recording import Recording
 from kvledger.report.svg import Columns, frame, group, percent
-from kvledger.trace import Round
 
 HEIGHT = 32
 _MIDDLE = HEIGHT // 2

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvledger.events import Abort, Round, Submit, Transferred
 from kvledger.record import Decision
 from kvledger.report.recording import Recording
 from kvledger.report.waterfall import missing_tails
-from kvledger.trace import Abort, Round, Submit, Transferred
 
 StretchKind = Literal["waiting", "half done", "in flight"]
 Ending = Literal["transferred", "aborted", "rejected"]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvledger import __version__
+from kvledger.events import Round
 from kvledger.ledger import Due
 from kvledger.replay import round_document
 from kvledger.report.lanes import Answer, Lane, lanes_of
@@ -20,7 +21,6 @@ from kvledger.report.markup import Name
 from kvledger.report.plain import plain
 from kvledger.report.recording import Pool, Recording
 from kvledger.report.waterfall import due_tokens
-from kvledger.trace import Round
 
 PERIOD_US = 1000
 BETWEEN_US = 100

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvledger.diagnose_history import History, Moment, Witness, history_of
+from kvledger.events import Event, Round
 from kvledger.node import NodeSettings, PrefillNode
 from kvledger.record import RoundRecord, Snapshot
 from kvledger.replay import Outcome, Target, TargetFactory, replay
 from kvledger.report import Replayed
 from kvledger.rules import AccountingRules
-from kvledger.trace import Event, Round, Trace
+from kvledger.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
+from kvledger.events import (
+    Cached,
+    Decode,
+    Drain,
+    Event,
+    Hold,
+    Round,
+    Submit,
+)
 from kvledger.invariants import INVARIANTS
 from kvledger.report.markup import Content, Html, Name, element, join, message_words, sentence
 from kvledger.report.plain import plain
@@ -12,7 +21,7 @@ from kvledger.report.recording import Recording
 from kvledger.report.round_data import FIGURES, figures_of
 from kvledger.report.round_panel import figure
 from kvledger.rules import AccountingRules
-from kvledger.trace import Cached, Drain, Event, Hold, Round, Submit, dumps
+from kvledger.trace import dumps
 
 NAMES_SHOWN = 5
 REJECTIONS_SHOWN = 10
@@ -83,7 +92,7 @@ def _start(events: Sequence[Event]) -> list[tuple[str, Content]]:
     found: dict[str, list[tuple[str, int]]] = {}
     for event in events:
         match event:
-            case Round() | Drain():
+            case Round() | Decode() | Drain():
                 break
             case Cached(tier, prompt, locked):
                 what = f"cached on the {tier}{', locked' if locked else ''}"

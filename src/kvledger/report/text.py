@@ -8,13 +8,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 
+from kvledger.events import (
+    Cached,
+    Decode,
+    Drain,
+    Event,
+    Hold,
+    Round,
+    Submit,
+)
 from kvledger.record import RoundRecord
 from kvledger.replay import Broken, Happening, Outcome
 from kvledger.report import Replayed
 from kvledger.report.plain import COLUMNS, NAME_COLUMNS, named, plain, width, wrapped
 from kvledger.report.rounds import Gap, Layout, failure_words, gap_lines, round_lines, rounds_to_show, size_word
 from kvledger.rules import AccountingRules
-from kvledger.trace import Cached, Drain, Event, Hold, Round, Submit
 
 ALIGNED_NAME_COLUMNS = 16
 """A longer name shifts its own row, not the table."""
@@ -111,7 +119,7 @@ def _start_lines(events: Sequence[Event]) -> list[str]:
     found: dict[str, list[tuple[str, int | None]]] = {}
     for event in events:
         match event:
-            case Round() | Drain():
+            case Round() | Decode() | Drain():
                 break
             case Cached(tier, prompt, locked):
                 where = f"cached on the {tier}{', locked' if locked else ''}:"

@@ -13,14 +13,22 @@ from typing import Any
 from kvledger.node import PrefillNode
 from kvledger.replay import Target, TargetFactory
 
-TARGETS: Mapping[str, TargetFactory] = MappingProxyType({"node": PrefillNode})
+TARGETS: Mapping[str, TargetFactory | str] = MappingProxyType(
+    {
+        "node": PrefillNode,
+        "sglang": "kvledger.targets.sglang:SglangTarget",
+        "vllm": "kvledger.targets.vllm:VllmTarget",
+    }
+)
+"""By name; those of other projects are imported when they are asked for, and only then need their packages."""
 
 
 def find_target(name: str) -> TargetFactory:
     """A target by its registered name, or `package.module:attribute`. ValueError, one line, if there is none."""
-    if name in TARGETS:
-        return TARGETS[name]
-    module_name, colon, attribute = name.partition(":")
+    registered = TARGETS.get(name, name)
+    if not isinstance(registered, str):
+        return registered
+    module_name, colon, attribute = registered.partition(":")
     if not colon:
         raise ValueError(f"{name!r} is neither one of {', '.join(TARGETS)} nor package.module:attribute")
     try:

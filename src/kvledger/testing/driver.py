@@ -8,12 +8,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 
+from kvledger.events import Drain, Release
 from kvledger.node import PrefillNode
 from kvledger.replay import Replay, TargetFactory
 from kvledger.rules import AccountingRules
 from kvledger.testing.moves import NODE_SPACE, RULES_DOMAINS, Domain, Space, World, draw_rules
 from kvledger.testing.reached import SearchMonitor
-from kvledger.trace import Drain, Release, Trace
+from kvledger.trace import Trace
 
 MOVES_PER_EXAMPLE = 16
 

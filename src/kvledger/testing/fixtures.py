@@ -8,18 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvledger.monitor import checked_replay
+from kvledger.node import PrefillNode
 from kvledger.replay import TargetFactory
 from kvledger.rules import PRESETS, SOUND_PRESETS
 from kvledger.targets import TARGETS
 from kvledger.trace import Trace, TraceError, dumps, write
 
 
-def expectations(trace: Trace, *, target: TargetFactory = TARGETS["node"]) -> dict[str, str]:
+def expectations(trace: Trace, *, target: TargetFactory = PrefillNode) -> dict[str, str]:
     """What the trace must give. Our node: `ok` under each sound preset, whatever it gives today, and today's verdict
     under the others; a preset under which an event cannot happen is left out. Another scheduler knows no presets:
     `ok` under the rules it was run with.
     """
-    if target is not TARGETS["node"]:
+    if target is not PrefillNode:
         return {trace.rules if isinstance(trace.rules, str) else "tail-reserved": "ok"}
     verdicts = {}
     for name, rules in PRESETS.items():
@@ -38,7 +39,7 @@ def fixture_name(trace: Trace, invariant: str) -> str:
 
 
 def save_fixture(
-    trace: Trace, invariant: str, folder: str | os.PathLike[str], *, target: TargetFactory = TARGETS["node"]
+    trace: Trace, invariant: str, folder: str | os.PathLike[str], *, target: TargetFactory = PrefillNode
 ) -> Path:
     """Write the trace with its expectations into `folder`, whole or not at all; one that is there already is kept."""
     path = Path(folder) / fixture_name(trace, invariant)

@@ -12,13 +12,23 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from kvledger.arithmetic import align_chunk_end, ceil_tokens
+from kvledger.events import (
+    Abort,
+    Cached,
+    Event,
+    Hold,
+    Release,
+    Round,
+    Submit,
+    Tier,
+    Transferred,
+)
 from kvledger.evidence import needed_pages_of
 from kvledger.node import FIRST_TOKEN, NodeSettings
 from kvledger.record import Snapshot
 from kvledger.replay import Replay
 from kvledger.request import Prompt
 from kvledger.rules import AccountingRules
-from kvledger.trace import Abort, Cached, Event, Hold, Release, Round, Submit, Tier, Transferred
 
 Domain = tuple[int, int]
 """Bounds of a drawn integer, both included. 0 is the simplest."""

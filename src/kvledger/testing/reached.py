@@ -7,13 +7,20 @@ from collections.abc import Iterable, Sequence
 
 from kvledger.adder import AddReqResult
 from kvledger.arithmetic import floor_tokens
+from kvledger.events import (
+    Abort,
+    Cached,
+    Event,
+    Hold,
+    Release,
+    Transferred,
+)
 from kvledger.evidence import needed_pages_of
 from kvledger.invariants import INVARIANTS, Invariant
 from kvledger.monitor import InvariantMonitor
 from kvledger.record import Decision, RoundRecord
 from kvledger.replay import Outcome, Stuck
 from kvledger.rules import AccountingRules
-from kvledger.trace import Abort, Cached, Event, Hold, Release, Transferred
 
 BRANCHES: tuple[str, ...] = (
     "resumed to its end",

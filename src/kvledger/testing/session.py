@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvledger.node import PrefillNode
 from kvledger.replay import TargetFactory
-from kvledger.targets import TARGETS
 
 PROFILES = ("dev", "ci", "nightly")
 
@@ -14,7 +14,7 @@ PROFILES = ("dev", "ci", "nightly")
 class Session:
     """Defaults of `state_machine`. `rules` None: whatever a test asks for itself."""
 
-    target: TargetFactory = TARGETS["node"]
+    target: TargetFactory = PrefillNode
     rules: str | None = None
     profile: str = "dev"
     observe: bool = False
