@@ -8,13 +8,14 @@ It owns no memory. Any allocator with `available_size()` and any cache with `ful
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, Protocol
 
 from kvledger.arithmetic import align_chunk_end, ceil_tokens, floor_tokens
-from kvledger.ledger import ComputeLedger, Due, MemoryLedger
+from kvledger.ledger import ComputeLedger, Due, MemoryLedger, Tokens
 from kvledger.rules import AccountingRules, named_rules
 
 ChunkKind = Literal["whole", "truncated", "resumed"]
@@ -75,8 +76,11 @@ class PrefillAdder:
 
     Sizes are tokens. `rem_chunk_tokens` None turns chunking off, `rem_input_tokens` None lifts the prefill limit.
     `tree_cache` needs `full_evictable_size()` (preferred, for hybrid pools) or `evictable_size()`. Only the deciding
-    rank reserves tails: a rank that replays a plan must not refuse what was admitted.
+    rank reserves tails: a rank that replays a plan must not refuse what was admitted. `chunked_req_limit` is for a
+    schedule policy that keeps a part of the chunk budget from the half-done request.
     """
+
+    output_kind = "first_token"
 
     def __init__(
         self,
@@ -105,15 +109,16 @@ class PrefillAdder:
         self._load_back: Callable[[PrefillRequest], Any] = getattr(tree_cache, "init_load_back", _nothing)
         self.can_run_list: list[Chunk] = []
         self.chunked_req: PrefillRequest | None = None
+        self.chunked_req_limit: int | None = None
         self.forced = False
         self.deferred = False
 
     @property
-    def rem_total_tokens(self) -> int:
+    def rem_total_tokens(self) -> Tokens:
         return self.memory.rem_total_tokens
 
     @property
-    def cur_rem_tokens(self) -> int:
+    def cur_rem_tokens(self) -> Tokens:
         return self.memory.cur_rem_tokens
 
     @property
@@ -148,15 +153,27 @@ class PrefillAdder:
 
     def _resumable_tokens(self, left: int) -> int | None:
         """How much of the `left` tokens may run now; None defers. What remains decides, until nothing does."""
-        budget = self.rem_total_tokens
-        if self.rem_chunk_tokens is not None:
-            budget = min(self.rem_chunk_tokens, budget)
+        most = self._most_of_half_done()
+        if most is not None and most <= 0:
+            return None  # no compute is left for it, which is no shortage of memory
+        budget = self._room_of_half_done()
+        if most is not None:
+            budget = min(most, budget)
         if budget <= 0:
             if self.rules.on_shortage == "defer":
                 return None
             self.forced = True
-            budget = left if self.rem_chunk_tokens is None else self.rem_chunk_tokens
+            budget = left if most is None else most
         return min(budget, left)
+
+    def _most_of_half_done(self) -> int | None:
+        """What the compute budget leaves to the half-done request; None: no limit."""
+        limits = [limit for limit in (self.rem_chunk_tokens, self.chunked_req_limit) if limit is not None]
+        return min(limits, default=None)
+
+    def _room_of_half_done(self) -> int:
+        """What memory leaves to the half-done request, in whole tokens: rounded down."""
+        return math.floor(self.rem_total_tokens)
 
     def add_one_req(self, req: PrefillRequest) -> AddReqResult:
         """Step 3: decide one waiting request, on paper first; a refusal leaves no lock, no load-back and no promise."""
@@ -180,7 +197,7 @@ class PrefillAdder:
 
     def _admissible_tokens(self, req: PrefillRequest) -> int | AddReqResult:
         """Tokens of `req` to run in this batch, or the reason for its refusal; its device part is locked already."""
-        if not self._needed_tokens(req) < self.rem_total_tokens:
+        if not self._passes_gate(req):
             return AddReqResult.NO_TOKEN
         left = req.prompt_tokens - req.prefix_tokens - req.host_hit_tokens
         left_ceiled = ceil_tokens(left, self.page_size)
@@ -191,9 +208,16 @@ class PrefillAdder:
             return left
         return self._truncated_tokens(req, self.rem_chunk_tokens)
 
+    def _passes_gate(self, req: PrefillRequest) -> bool:
+        return self._needed_tokens(req) < self.rem_total_tokens
+
     def _needed_tokens(self, req: PrefillRequest) -> int:
         """The gate: all that `req` will ever take from the pool here, host hit included, and a page of slack."""
-        return req.prompt_tokens - req.prefix_tokens + self.first_token + self.page_size
+        return req.prompt_tokens - req.prefix_tokens + self._output_tokens(req) + self.page_size
+
+    def _output_tokens(self, req: PrefillRequest) -> int:  # noqa: ARG002 - for those who decode
+        """What a promise counts on of the output: a prefill node makes the first token."""
+        return self.first_token
 
     def _truncated_tokens(self, req: PrefillRequest, rem_chunk_tokens: int) -> int | AddReqResult:
         tokens = floor_tokens(rem_chunk_tokens, self.page_size)
@@ -217,7 +241,7 @@ class PrefillAdder:
         self.memory.promise(req.rid, "chunk", chunk_tokens, Due.NOW)
         self.memory.promise(req.rid, "page_overhead", self.page_size, Due.NOW)
         if final:
-            self.memory.promise(req.rid, "first_token", self.first_token, Due.LATER)
+            self.memory.promise(req.rid, self.output_kind, self._output_tokens(req), Due.LATER)
         self.compute.spend(chunk_tokens)
 
     def _cut(self, req: PrefillRequest, tail_tokens: int) -> None:
@@ -232,4 +256,4 @@ class PrefillAdder:
         if tail_tokens <= 0 or not self.deciding_rank:
             return
         self.memory.promise(req.rid, "tail", ceil_tokens(tail_tokens, self.page_size), Due.LATER)
-        self.memory.promise(req.rid, "first_token", self.first_token, Due.LATER)
+        self.memory.promise(req.rid, self.output_kind, self._output_tokens(req), Due.LATER)

@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from fractions import Fraction
+
+Tokens = int | Fraction
+"""A size in tokens; what is expected of running requests is a fraction of what they may still take."""
 
 
 class Due(StrEnum):
@@ -20,11 +24,13 @@ class Due(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """`tokens` slots promised to `request`. Kinds: chunk, page_overhead, first_token, tail."""
+    """`tokens` slots promised to `request`. Kinds: chunk, page_overhead, load_back, first_token, tail; beside decode
+    also output (in the place of first_token), running (what it may still grow) and decode (a token of this batch).
+    """
 
     request: str
     kind: str
-    tokens: int
+    tokens: Tokens
     due: Due
 
 
@@ -38,33 +44,33 @@ class MemoryLedger:
     def __init__(self, baseline: Callable[[], int]) -> None:
         self._read_baseline = baseline
         self._entries: dict[str, list[Promise]] = {}
-        self._due_tokens = {Due.NOW: 0, Due.LATER: 0}
+        self._due_tokens: dict[Due, Tokens] = {Due.NOW: 0, Due.LATER: 0}
 
     @property
     def baseline(self) -> int:
         return self._read_baseline()
 
     @property
-    def cur_rem_token_offset(self) -> int:
+    def cur_rem_token_offset(self) -> Tokens:
         """Promised for this batch."""
         return self._due_tokens[Due.NOW]
 
     @property
-    def rem_total_token_offset(self) -> int:
+    def rem_total_token_offset(self) -> Tokens:
         """Promised for this batch and for later rounds."""
         return self._due_tokens[Due.NOW] + self._due_tokens[Due.LATER]
 
     @property
-    def cur_rem_tokens(self) -> int:
+    def cur_rem_tokens(self) -> Tokens:
         """What this batch may still allocate."""
         return self.baseline - self.cur_rem_token_offset
 
     @property
-    def rem_total_tokens(self) -> int:
+    def rem_total_tokens(self) -> Tokens:
         """What may still be promised."""
         return self.baseline - self.rem_total_token_offset
 
-    def promise(self, request: str, kind: str, tokens: int, due: Due) -> None:
+    def promise(self, request: str, kind: str, tokens: Tokens, due: Due) -> None:
         self._entries.setdefault(request, []).append(Promise(request, kind, tokens, due))
         self._due_tokens[due] += tokens
 
@@ -74,6 +80,14 @@ class MemoryLedger:
         kept = [entry for entry in entries if entry.due is not Due.NOW]
         self._due_tokens[Due.NOW] -= sum(entry.tokens for entry in entries if entry.due is Due.NOW)
         self._entries[request] = kept
+
+    def take_back(self, request: str, kind: str) -> None:
+        """One promise of this kind, if there is one, is open to others again, to the last fraction."""
+        entries = self._entries.get(request, [])
+        found = next((entry for entry in entries if entry.kind == kind), None)
+        if found is not None:
+            self._due_tokens[found.due] -= found.tokens
+            self._entries[request] = [entry for entry in entries if entry is not found]
 
     def entries(self) -> Iterator[Promise]:
         """All open promises, in the order of the requests' admission."""

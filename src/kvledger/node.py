@@ -7,21 +7,23 @@ allocate and run. Step numbers in comments are those of the design.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from kvledger.adder import AddReqResult, Chunk, PrefillAdder
 from kvledger.arithmetic import ceil_pages, floor_tokens
+from kvledger.decode import promised_output
 from kvledger.occupancy import Occupancy
+from kvledger.policy import SchedulePolicy, continuation_limit, ordered, prefill_work
 from kvledger.pool import OutOfPages, PrefillOutOfMemory
 from kvledger.record import Decision, DecisionKind, RoundRecord, Snapshot
-from kvledger.request import Prompt, Request, RequestState
+from kvledger.request import Output, Prompt, Request, RequestState
 from kvledger.rules import AccountingRules
 from kvledger.slots import StateSlots
-from kvledger.views import decision_of, device_page, failure_of, snapshot_of
+from kvledger.views import decision_of, device_page, failure_of, record_of, snapshot_of
 
 Mode = Literal["prefill", "unified"]
-SchedulePolicy = Literal["fcfs", "lpm", "shortest-prefill-first", "priority"]
 
 FIRST_TOKEN = 1
 """A prefill node makes one token per request; the rest of the output is the decode node's."""
@@ -33,6 +35,10 @@ class NodeSettings:
 
     `state_slots` counts the recurrent states, of requests and of checkpoints, that the node has room for; None: no
     limit. `mode`: prefill alone, or decode beside it, where `mixed_chunk` lets decodes join a prefill batch.
+    `max_running_requests` are the request slots (None: no limit), of which each of `pp_size` pipeline stages has its
+    share. `preemption_threshold`: by how much more important a newcomer must be to put a running request back (None:
+    never does). `new_token_ratio_percent`: the part of what is left of an output that is reserved at first.
+    `prefix_cache`: whether computed prompts are kept for others.
     """
 
     page_size: int
@@ -45,15 +51,37 @@ class NodeSettings:
     mode: Mode = "prefill"
     schedule_policy: SchedulePolicy = "fcfs"
     mixed_chunk: bool = False
+    max_running_requests: int | None = None
+    pp_size: int = 1
+    preemption_threshold: int | None = None
+    new_token_ratio_percent: int = 70
+    prefix_cache: bool = True
 
     @property
     def pool_pages(self) -> int:
         """Whole pages in the pool, rounded down."""
         return self.pool_tokens // self.page_size
 
-    def fits_empty_pool(self, prompt_tokens: int) -> bool:
+    def needed_tokens(self, prompt_tokens: int, output: Output = Output(), generated_tokens: int = 0) -> int:
+        """The one bound that entry, gate and queue share: what a request's gate asks where nothing of it is cached.
+
+        `prompt_tokens` counts in what it has generated.
+        """
+        return prompt_tokens + promised_output(output.max_new_tokens, generated_tokens) + self.page_size
+
+    def fits_empty_pool(self, prompt_tokens: int, output: Output = Output()) -> bool:
         """The entry asks what the gate will ask."""
-        return prompt_tokens + FIRST_TOKEN + self.page_size < self.pool_pages * self.page_size
+        return self.needed_tokens(prompt_tokens, output) < self.pool_pages * self.page_size
+
+    def most_new_tokens(self, prompt_tokens: int) -> int:
+        """The longest output that the books count on: with more, its gate could ask for more than there is."""
+        return self.pool_pages * self.page_size - 1 - self.page_size - prompt_tokens
+
+    @property
+    def request_slots(self) -> int | None:
+        """A pipeline stage's share of the request slots; at least one."""
+        limit = self.max_running_requests
+        return None if limit is None else max(1, limit // self.pp_size)
 
     @property
     def host_pages(self) -> int | None:
@@ -65,12 +93,22 @@ class Watcher:
 
     def before_decision(self) -> None: ...
     def after_decision(self, decision: Decision) -> None: ...
+    def preempted(self) -> None:
+        """Between two decisions, running requests have been put back for the next candidate."""
 
 
 class PrefillNode(Occupancy):
-    """The project's own scheduler, pool and prefix cache. Names of requests are unique over its life."""
+    """The project's own scheduler, pool and prefix cache. Names of requests are unique over its life.
+
+    Settings of another mode build the node that has registered itself for it (`modes`).
+    """
 
     capabilities = frozenset({"batches", "counts", "grid", "decisions", "offsets", "pages"})
+    features = frozenset({"lpm", "shortest-prefill-first", "priority"})
+    modes: ClassVar[dict[str, type[PrefillNode]]] = {}
+
+    def __new__(cls, settings: NodeSettings, *_arguments: Any, **_named: Any) -> PrefillNode:
+        return super().__new__(cls.modes.get(settings.mode, cls) if cls is PrefillNode else cls)
 
     def __init__(self, settings: NodeSettings, rules: AccountingRules, watcher: Watcher | None = None) -> None:
         super().__init__(settings.page_size, settings.pool_pages, settings.host_pages)
@@ -82,22 +120,32 @@ class PrefillNode(Occupancy):
         self.chunked_req: Request | None = None
         self.live: dict[str, Request] = {}
         self.rounds = 0
+        self._arrivals = 0
         self._unsettled: PrefillAdder | None = None
         self.slots = self._open_slots()
         self.tree.mover = self.slots
 
     # --- what arrives from outside
 
-    def submit(self, rid: str, prompt: Prompt) -> str | None:
+    def submit(self, rid: str, prompt: Prompt, output: Output = Output()) -> str | None:
         """Queue a request, or say why it could never be admitted: the entry asks what the gate will ask."""
-        if not self.settings.fits_empty_pool(prompt.tokens):
-            need = prompt.tokens + FIRST_TOKEN + self.page_size
+        if not self.settings.fits_empty_pool(prompt.tokens, output):
+            need = self.settings.needed_tokens(prompt.tokens, output)
+            new_tokens = need - prompt.tokens - self.page_size
+            what = "first token" if new_tokens == FIRST_TOKEN else "output"
             pool_tokens = self.settings.pool_pages * self.page_size
             return (
-                f"prompt {prompt.tokens} + first token {FIRST_TOKEN} + page {self.page_size} = {need} tokens is not "
+                f"prompt {prompt.tokens} + {what} {new_tokens} + page {self.page_size} = {need} tokens is not "
                 f"below the empty pool's {pool_tokens}"
             )
-        self.waiting[rid] = Request(rid, prompt)
+        self._arrivals += 1
+        self.waiting[rid] = Request(
+            rid,
+            prompt,
+            output=output,
+            arrival=self._arrivals,
+            most_new_tokens=self.settings.most_new_tokens(prompt.tokens),
+        )
         return None
 
     def transferred(self, rid: str) -> None:
@@ -132,29 +180,28 @@ class PrefillNode(Occupancy):
         failure: PrefillOutOfMemory | None = None
         batch_is_full = False
         try:
-            self._resume(adder, decisions)
-            batch_is_full = self._admit(adder, decisions)
+            queue = self._queue()
+            self._resume(adder, decisions, queue)
+            batch_is_full = self._admit(adder, decisions, queue)
         except PrefillOutOfMemory as error:
             failure = error
-        baseline, rem_total, cur_rem = adder.memory.baseline, adder.rem_total_tokens, adder.cur_rem_tokens
-        state, promises = adder.budget_state(), tuple(adder.memory.entries())
+        record = record_of(self.rounds, adder, tuple(decisions), batch_is_full)
         if failure is None:
             failure = self._allocate_batch(adder)
         if failure is None:
             self._run_batch(adder)
+            self._beside(adder)
+        return self._ended(record, counters, failure)
+
+    def _ended(
+        self, record: RoundRecord, counters: tuple[int, int, int], failure: PrefillOutOfMemory | None
+    ) -> RoundRecord:
+        """The record of a round's decisions, with what became of the pool."""
         evicted_pages, dropped_pages, shared_pages = (
             after - before for before, after in zip(counters, self._counters(), strict=True)
         )
-        return RoundRecord(
-            round=self.rounds,
-            baseline=baseline,
-            rem_total_tokens=rem_total,
-            cur_rem_tokens=cur_rem,
-            rem_chunk_tokens=adder.rem_chunk_tokens,
-            budget_state=state,
-            batch_is_full=batch_is_full,
-            decisions=tuple(decisions),
-            promises=promises,
+        return replace(
+            record,
             free=self.pool.available_size(),
             evictable=self.tree.evictable_size(),
             protected=self.tree.protected_size(),
@@ -163,6 +210,9 @@ class PrefillNode(Occupancy):
             shared_pages=shared_pages,
             failure=None if failure is None else failure_of(failure),
         )
+
+    def _beside(self, adder: PrefillAdder) -> None:
+        """What runs beside a prefill batch, or in the place of one: here nothing does."""
 
     def _open_books(self) -> PrefillAdder:
         """Step 1: both offsets 0, full compute budgets."""
@@ -183,24 +233,42 @@ class PrefillNode(Occupancy):
             return None
         return StateSlots(self.settings.state_slots, self.page_size, self.grid_tokens)
 
-    def _resume(self, adder: PrefillAdder, decisions: list[Decision]) -> None:
+    def _queue(self) -> Iterable[Request]:
+        """The waiting requests in the order of the schedule policy."""
+        return ordered(self.settings.schedule_policy, self.waiting.values(), self._matched_tokens, self.page_size)
+
+    def _matched_tokens(self, request: Request) -> int:
+        self._match(request)
+        return request.prefix_tokens + request.host_hit_tokens
+
+    def _resume(self, adder: PrefillAdder, decisions: list[Decision], queue: Iterable[Request]) -> None:
         """Step 2."""
         request = self.chunked_req
         if request is None:
             return
+        if self.settings.schedule_policy == "shortest-prefill-first":
+            work_tokens = (prefill_work(each, each.prefix_tokens + each.host_hit_tokens) for each in queue)
+            left_tokens = request.prompt_tokens - request.prefix_tokens
+            adder.chunked_req_limit = continuation_limit(
+                work_tokens, left_tokens, adder.rem_chunk_tokens, self.page_size
+            )
         self.watcher.before_decision()
         adder.add_chunked_req(request)
         kind: DecisionKind = "deferred" if adder.deferred else "resumed"
         self._decided(decisions, decision_of(adder, request, kind))
 
-    def _admit(self, adder: PrefillAdder, decisions: list[Decision]) -> bool:
-        """Step 3: the queue, until an answer that is not CONTINUE. Says whether memory was what ended it."""
+    def _admit(self, adder: PrefillAdder, decisions: list[Decision], queue: Iterable[Request]) -> bool:
+        """Step 3: the queue, until an answer that is not CONTINUE. Says whether room was what ended it: of memory, or
+        of request slots."""
         state = AddReqResult.CONTINUE
         admitted: list[Request] = []
-        for request in self.waiting.values():
+        for request in queue:
             if adder.can_run_list:
                 state = adder.budget_state()
             if state is AddReqResult.CONTINUE:
+                if not self._has_request_slot() and not self._make_way(adder, request):
+                    state = AddReqResult.NO_TOKEN
+                    break
                 state, joined = self._decide(adder, decisions, request)
                 if joined:
                     admitted.append(request)
@@ -209,6 +277,15 @@ class PrefillNode(Occupancy):
         for request in admitted:
             del self.waiting[request.rid]
         return state is AddReqResult.NO_TOKEN
+
+    def _has_request_slot(self) -> bool:
+        """Every admitted request has one until it ends, the half-done one too."""
+        slots = self.settings.request_slots
+        return slots is None or len(self.live) < slots
+
+    def _make_way(self, adder: PrefillAdder, request: Request) -> bool:  # noqa: ARG002 - for those who decode
+        """Put running requests back for this one; here nobody runs."""
+        return False
 
     def _decide(self, adder: PrefillAdder, decisions: list[Decision], request: Request) -> tuple[AddReqResult, bool]:
         """One candidate: match, ask the adder, and on admission give it its cached pages."""
@@ -220,6 +297,10 @@ class PrefillNode(Occupancy):
             return self._refuse_without_slot(adder, decisions, request)
         try:
             state = adder.add_one_req(request)
+            refused = state is AddReqResult.NO_TOKEN and len(adder.can_run_list) == batch_before
+            if refused and self._make_way(adder, request):
+                newly_locked_pages = sum(1 for cached in request.device_hit if not cached.lock_refs)
+                state = adder.add_one_req(request)
         except OutOfPages as error:
             raise PrefillOutOfMemory(
                 request.rid, request.host_hit_tokens, error.free_tokens, error.evictable_tokens
@@ -249,7 +330,7 @@ class PrefillNode(Occupancy):
     def _match(self, request: Request) -> None:
         """The usable hit: full pages without the last token, device first, floored to the grid where state is saved."""
         keys = request.prompt.page_keys(self.page_size)[: (request.prompt_tokens - 1) // self.page_size]
-        found = self.tree.match(keys)
+        found = self.tree.match(keys) if self.settings.prefix_cache else []
         usable = found[: floor_tokens(len(found) * self.page_size, self.grid_tokens) // self.page_size]
         if self.slots is not None:
             usable = list(self.slots.usable(found))
@@ -299,9 +380,15 @@ class PrefillNode(Occupancy):
             if self.slots is not None:
                 self.slots.attach(request.rid, request.locked)
             if chunk.end == request.prompt_tokens:
-                request.state = RequestState.IN_FLIGHT
+                self._prompt_done(request)
+
+    def _prompt_done(self, request: Request) -> None:
+        """Its first token is made: from now on its KV is being sent."""
+        request.state = RequestState.IN_FLIGHT
 
     def _cache_full_pages(self, request: Request) -> None:
+        if not self.settings.prefix_cache:
+            return
         first, end = request.shared_pages, request.prefix_tokens // self.page_size
         keys = request.prompt.page_keys(self.page_size)[first:end]
         parent = request.locked[-1] if request.locked else self.tree.root

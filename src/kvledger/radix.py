@@ -71,13 +71,17 @@ class PageMover:
 
 
 class PrefixTree:
-    """Prefixes over a device pool and a host tier of `host_pages` (None: no limit). Counts: pages; sizes: tokens."""
+    """Prefixes over a device pool and a host tier of `host_pages` (None: no limit). Counts: pages; sizes: tokens.
+
+    `disable` is for the adder to read: the node neither looks here nor keeps anything.
+    """
 
     def __init__(self, pool: PagePool, host_pages: int | None) -> None:
         self.pool = pool
         self.page_size = pool.page_size
         self.host_limit_pages = host_pages
         self.mover: PageMover | None = None
+        self.disable = False
         self.root = CachedPage(None, None, 0)
         self.evictable_pages = 0
         self.protected_pages = 0

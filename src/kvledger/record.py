@@ -71,8 +71,9 @@ class RoundRecord:
     """One round: the ledger's figures when the decisions ended, the pool's after the round (or at its failure).
 
     In this round so many pages left the device, left the host, and were found to be cached already when inserted.
-    Requests that `decoded` took a token, `finished` their output, were `retracted` while they decoded, had their
-    admitted prefill `rolled_back`, or wait for a copy that goes on after the round (`loading`).
+    Requests that `decoded` took a token, `finished` their output, were `retracted` while they decoded (those of them
+    that were `preempted` made way for a more important one), had their admitted prefill `rolled_back`, or wait for a
+    copy that goes on after the round (`loading`). `aborted` ones could not go on, each with the reason.
     """
 
     round: int
@@ -96,6 +97,8 @@ class RoundRecord:
     retracted: tuple[str, ...] = ()
     rolled_back: tuple[str, ...] = ()
     loading: tuple[str, ...] = ()
+    preempted: tuple[str, ...] = ()
+    aborted: tuple[tuple[str, str], ...] = ()
 
     @property
     def joined(self) -> tuple[Decision, ...]:
@@ -112,13 +115,18 @@ class RoundRecord:
 
 @dataclass(frozen=True, slots=True)
 class LiveRequest:
-    """An admitted request whose pages are still held. The first `shared_pages` of `pages` are cached and locked."""
+    """An admitted request whose pages are still held. The first `shared_pages` of `pages` are cached and locked.
+
+    `in_flight`: its prefill is done; `decoding`: and it goes on here. `prompt_tokens` count in what one that was sent
+    back had generated.
+    """
 
     rid: str
     prompt_tokens: int
     pages: tuple[int, ...]
     shared_pages: int
     in_flight: bool
+    decoding: bool = False
 
     @property
     def private_pages(self) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from kvledger.record import AllocationFailure, RoundRecord, Snapshot
 from kvledger.request import Output, Prompt
 from kvledger.rules import AccountingRules
 from kvledger.trace import Trace, TraceError
+from kvledger.unified import UnifiedNode  # noqa: F401 - registers itself for unified mode
 
 
 @runtime_checkable
@@ -194,12 +195,14 @@ def _violation(kind: str, round_number: int, facts: AllocationFailure | Stuck) -
     }
 
 
-DECODE_FACTS = ("decoded", "finished", "retracted", "rolled_back", "loading")
+DECODE_FACTS = ("decoded", "finished", "retracted", "preempted", "rolled_back", "loading")
 
 
 def round_document(record: RoundRecord) -> dict[str, Any]:
     """A round in the outcome's JSON form; what only decode or late loads bring is there if it happened."""
-    told = {name: list(requests) for name in DECODE_FACTS if (requests := getattr(record, name))}
+    told: dict[str, Any] = {name: list(requests) for name in DECODE_FACTS if (requests := getattr(record, name))}
+    if record.aborted:
+        told["aborted"] = [{"request": request, "reason": reason} for request, reason in record.aborted]
     return told | {
         "round": record.round,
         "baseline": record.baseline,
@@ -372,7 +375,8 @@ class Replay:
             record = self._round()
             if self.dead:
                 return
-            moved = record.joined or record.decoded or record.finished or record.retracted or record.loading
+            moved = record.joined or record.decoded or record.finished or record.retracted
+            moved = moved or record.aborted or record.loading
             if not moved and not self._transfer_all() and self.target.has_work:
                 self._stick(record, "a round admitted nothing and nothing is in flight")
                 return

@@ -96,6 +96,8 @@ class RequestState(StrEnum):
     ADMITTED = "admitted"
     """In this round's batch, or half done between rounds: its prompt is not wholly computed."""
     IN_FLIGHT = "in flight"
+    RUNNING = "running"
+    """Its prompt is done and it decodes here, or joins those who do when the round ends."""
     ENDED = "ended"
 
 
@@ -115,10 +117,40 @@ class Request:
     device_hit: list[CachedPage] = field(default_factory=list)
     host_hit: list[CachedPage] = field(default_factory=list)
     locked: list[CachedPage] = field(default_factory=list)
+    output: Output = Output()
+    arrival: int = 0
+    origin: Prompt | None = None
+    generated_tokens: int = 0
+    most_new_tokens: int | None = None
+
+    @property
+    def origin_tokens(self) -> int:
+        """The prompt as it was submitted."""
+        return (self.origin or self.prompt).tokens
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens whose KV it holds, or will when its prompt is done."""
+        return max(self.prefix_tokens, self.prompt.tokens)
 
     @property
     def prompt_tokens(self) -> int:
+        """What there is to compute before a new token; one that was sent back computes its output again too."""
         return self.prompt.tokens
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The longest output that the books count on: what a pool could hold of it at most."""
+        most = self.output.max_new_tokens
+        return most if self.most_new_tokens is None else min(most, self.most_new_tokens)
+
+    @property
+    def ignore_eos(self) -> bool:
+        return self.output.ignore_eos
+
+    @property
+    def priority(self) -> int:
+        return self.output.priority
 
     @property
     def shared_pages(self) -> int:

@@ -18,6 +18,9 @@ class AccountingRules:
     spend_gap: a cut zeroes the chunk budget, so that nobody is admitted behind it (the other fix).
     truncation_align: a fresh cut's length is rounded down to this split size (deterministic inference).
     on_shortage: what happens to a half-done request when nothing remains: "force" its chunk, or "defer" it.
+    decode_yields: decode leaves alone what a cut request was promised: running requests are sent back to the queue
+        before they take a slot of a reserved tail, and what they may still grow does not shorten its chunk. Without
+        `reserve_tail` there is no such promise, and nothing to yield to.
     """
 
     checkpoint_align: int | Literal["node", "page_size"] = "node"
@@ -25,6 +28,12 @@ class AccountingRules:
     spend_gap: bool = False
     truncation_align: int | None = None
     on_shortage: Literal["force", "defer"] = "force"
+    decode_yields: bool = True
+
+    @property
+    def tail_first(self) -> bool:
+        """A reserved tail comes before decode."""
+        return self.reserve_tail and self.decode_yields
 
     def grid_tokens(self, *, page_size: int, node_align: int) -> int:
         """The checkpoint grid in tokens on a node with this page size and grid."""
@@ -44,7 +53,14 @@ PRESETS: Mapping[str, AccountingRules] = MappingProxyType(
 )
 
 SOUND_PRESETS = frozenset({"upstream", "tail-reserved"})
-"""Presets under which nothing may break."""
+"""Presets under which nothing may break on a prefill node that serves in order of arrival."""
+
+SOUND_BESIDE_DECODE = frozenset({"tail-reserved"})
+"""Presets under which no admitted prefill may break beside decode and under any schedule policy.
+
+`upstream` is not among them: what shields its tails is that a cut uses up the chunk budget, and neither a running
+request nor the continuation limit of shortest-prefill-first asks for that.
+"""
 
 
 def named_rules(name: str) -> AccountingRules:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import cast
 
 from kvledger.adder import AddReqResult, PrefillAdder
-from kvledger.ledger import Due
+from kvledger.ledger import Due, Promise
 from kvledger.occupancy import Occupancy
 from kvledger.pool import PrefillOutOfMemory
-from kvledger.record import AllocationFailure, Decision, DecisionKind, LiveRequest, Snapshot
+from kvledger.record import AllocationFailure, Decision, DecisionKind, LiveRequest, RoundRecord, Snapshot
 from kvledger.request import CachedPage, Request, RequestState
 
 
@@ -36,11 +38,35 @@ def decision_of(
         reason=reason,
         forced=adder.forced and kind == "resumed",
         baseline=adder.memory.baseline,
-        rem_total_tokens=adder.rem_total_tokens,
-        cur_rem_tokens=adder.cur_rem_tokens,
+        rem_total_tokens=math.floor(adder.rem_total_tokens),
+        cur_rem_tokens=math.floor(adder.cur_rem_tokens),
         rem_chunk_tokens=adder.rem_chunk_tokens,
         rem_input_tokens=adder.rem_input_tokens,
     )
+
+
+def record_of(
+    number: int, adder: PrefillAdder, decisions: tuple[Decision, ...], batch_is_full: bool
+) -> RoundRecord:
+    """A round as its decisions leave it. Figures are whole tokens: what remains is rounded down, a promise up."""
+    return RoundRecord(
+        round=number,
+        baseline=adder.memory.baseline,
+        rem_total_tokens=math.floor(adder.rem_total_tokens),
+        cur_rem_tokens=math.floor(adder.cur_rem_tokens),
+        rem_chunk_tokens=adder.rem_chunk_tokens,
+        budget_state=adder.budget_state(),
+        batch_is_full=batch_is_full,
+        decisions=decisions,
+        promises=tuple(_whole(promise) for promise in adder.memory.entries()),
+        free=0,
+        evictable=0,
+        protected=0,
+    )
+
+
+def _whole(promise: Promise) -> Promise:
+    return promise if isinstance(promise.tokens, int) else replace(promise, tokens=math.ceil(promise.tokens))
 
 
 def snapshot_of(
@@ -61,7 +87,7 @@ def snapshot_of(
         held=tuple(page for held in memory.held.values() for page in held.pages),
         host_pages=memory.tree.host_pages,
         clock=memory.tree.clock,
-        open_promises=tuple(promise for promise in promises if promise.due is Due.NOW),
+        open_promises=tuple(_whole(promise) for promise in promises if promise.due is Due.NOW),
     )
 
 
@@ -77,10 +103,12 @@ def failure_of(error: PrefillOutOfMemory) -> AllocationFailure:
 
 
 def _live_view(request: Request) -> LiveRequest:
+    decoding = request.state is RequestState.RUNNING
     return LiveRequest(
         request.rid,
         request.prompt_tokens,
         tuple(request.pages),
         request.shared_pages,
-        request.state is RequestState.IN_FLIGHT,
+        decoding or request.state is RequestState.IN_FLIGHT,
+        decoding,
     )

@@ -1,0 +1,177 @@
+"""The adder where requests also decode: it answers for a candidate's output and for what the running ones may grow.
+
+All of decode's part in the books is here; `PrefillAdder` is the same adder with nobody running and one token each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
+from typing import Any
+
+from kvledger.adder import Allocator, PrefillAdder, PrefillRequest
+from kvledger.arithmetic import ceil_tokens, floor_tokens
+from kvledger.decode import all_can_end, exact, promised_output, running_share
+from kvledger.ledger import Due, Tokens
+from kvledger.policy import victims
+from kvledger.rules import AccountingRules
+
+
+class UnifiedAdder(PrefillAdder):
+    """One round's admission beside `running_batch`: the running requests, or an object that has them as `reqs`.
+
+    Requests, running or not, offer `max_new_tokens`, and may offer `generated_tokens`, `ignore_eos` and `priority`;
+    a request that was sent back counts what it had generated in `prompt_tokens` too. `num_mixed_decode_tokens` tokens
+    of decode join this batch. Sizes are tokens; `new_token_ratio` is what is expected of the rest of an output, as a
+    fraction (a float is read as the decimal it was written as). `release(req)` gives a preempted request's slots back.
+    """
+
+    output_kind = "output"
+
+    def __init__(  # noqa: PLR0913, PLR0917 - what a scheduler has at hand
+        self,
+        page_size: int,
+        tree_cache: Any,
+        token_to_kv_pool_allocator: Allocator,
+        running_batch: Any = (),
+        new_token_ratio: float | Fraction = 1,
+        rem_input_tokens: int | None = None,
+        rem_chunk_tokens: int | None = None,
+        num_mixed_decode_tokens: int = 0,
+        priority_scheduling_preemption_threshold: int = 0,
+        *,
+        rules: AccountingRules | str = "tail-reserved",
+        checkpoint_align: int | None = None,
+        deciding_rank: bool = True,
+        schedule_low_priority_values_first: bool = False,
+        release: Callable[[Any], object] = lambda _req: None,
+    ) -> None:
+        super().__init__(
+            page_size,
+            tree_cache,
+            token_to_kv_pool_allocator,
+            rem_input_tokens=rem_input_tokens,
+            rem_chunk_tokens=rem_chunk_tokens,
+            rules=rules,
+            checkpoint_align=page_size if checkpoint_align is None else checkpoint_align,
+            deciding_rank=deciding_rank,
+        )
+        running = () if running_batch is None else getattr(running_batch, "reqs", running_batch)
+        self.running: list[Any] = list(running)
+        self.new_token_ratio = exact(new_token_ratio)
+        self.threshold = priority_scheduling_preemption_threshold
+        self.low_values_first = schedule_low_priority_values_first
+        self.preempt_list: list[Any] = []
+        self._tree_disabled: bool = getattr(tree_cache, "disable", False) is True
+        self._release = release
+        for request in self.running:
+            self.memory.promise(request.rid, "running", self._share(request), Due.LATER)
+        self._mix(num_mixed_decode_tokens)
+
+    def _mix(self, decode_tokens: int) -> None:
+        """A token each of so many running requests joins the batch: it is in every budget."""
+        for request in self.running[:decode_tokens]:
+            self.memory.promise(request.rid, "decode", 1, Due.NOW)
+        if decode_tokens > len(self.running):
+            self.memory.promise("", "decode", decode_tokens - len(self.running), Due.NOW)
+        self.compute.spend(decode_tokens)
+
+    @property
+    def cur_rem_token_offset(self) -> Tokens:
+        return self.memory.cur_rem_token_offset
+
+    @property
+    def rem_total_token_offset(self) -> Tokens:
+        return self.memory.rem_total_token_offset
+
+    # --- what is expected of outputs
+
+    def _share(self, request: Any) -> Tokens:
+        """What a running request may still grow, as far as it is expected to."""
+        return running_share(_Output(request), self.new_token_ratio)
+
+    def _output_tokens(self, req: PrefillRequest) -> int:
+        output = _Output(req)
+        return promised_output(output.max_new_tokens, output.generated_tokens)
+
+    def _room_of_half_done(self) -> int:
+        """Its tail comes before decode: what running requests may grow, and a token each of them, is not in its way."""
+        if not self.rules.tail_first:
+            return super()._room_of_half_done()
+        own = sum(entry.tokens for entry in self.memory.entries() if entry.kind in ("running", "decode"))
+        return math.floor(self.rem_total_tokens + own)
+
+    # --- the gate of a request that will generate all it may, where nothing is cached
+
+    def _passes_gate(self, req: PrefillRequest) -> bool:
+        """Without a prefix tree, a request that ignores the end of sequence is let in if everybody can come to an end.
+
+        How long each one runs is known then, so that what the shorter ones give back counts.
+        """
+        if not (self._tree_disabled and _Output(req).ignore_eos):
+            return super()._passes_gate(req)
+        prompt_tokens = ceil_tokens(req.prompt_tokens - req.prefix_tokens, self.page_size) + self.page_size
+        if prompt_tokens > min(self.cur_rem_tokens, self.rem_total_tokens):
+            return False
+        free_tokens = self.cur_rem_tokens - prompt_tokens - self._tail_tokens()
+        half_done = [] if self.chunked_req is None or not self.deferred else [self.chunked_req]
+        beside = [*self.running, *(chunk.request for chunk in self.can_run_list), *half_done]
+        return all_can_end(free_tokens, [self._ending(each) for each in (req, *beside)])
+
+    def _tail_tokens(self) -> Tokens:
+        """Promised tails are no room for anybody's output."""
+        return sum(entry.tokens for entry in self.memory.entries() if entry.kind == "tail")
+
+    def _ending(self, request: Any) -> tuple[Tokens, int]:
+        """(tokens left, slots held) of a request that runs, or will."""
+        output = _Output(request)
+        ratio = 1 if output.ignore_eos else self.new_token_ratio
+        held = getattr(request, "held_tokens", None)
+        return output.max_new_tokens * ratio - output.generated_tokens, request.prompt_tokens if held is None else held
+
+    # --- preemption by priority
+
+    def preempt_to_schedule(self, req: PrefillRequest) -> bool:
+        """Put running requests of lower priority back until `req` passes its gate; False, and nobody is, if it cannot.
+
+        Each gives back its own share of the offset, not the newcomer's. For the decision a share counts in whole
+        pages, rounded down, because that is what a newcomer can use; the ledger gives back all of it.
+        """
+        needed = self._needed_tokens(req) - self.rem_total_tokens
+        chosen: list[Any] = []
+        for victim in victims(
+            self.running, _Output(req).priority, self.threshold, low_values_first=self.low_values_first
+        ):
+            chosen.append(victim)
+            needed -= floor_tokens(math.floor(self._share(victim)), self.page_size)
+            if needed <= 0:
+                break
+        if not chosen or needed > 0:
+            return False
+        self._put_back(chosen)
+        return True
+
+    def _put_back(self, chosen: Sequence[Any]) -> None:
+        for victim in chosen:
+            self.memory.take_back(victim.rid, "running")
+            self.memory.take_back(victim.rid, "decode")
+            self._release(victim)
+        self.running = [each for each in self.running if not _among(each, chosen)]
+        self.preempt_list += chosen
+
+
+def _among(request: Any, chosen: Iterable[Any]) -> bool:
+    return any(each is request for each in chosen)
+
+
+class _Output:
+    """What a request says of its output, where it says anything."""
+
+    __slots__ = ("generated_tokens", "ignore_eos", "max_new_tokens", "priority")
+
+    def __init__(self, request: Any) -> None:
+        self.max_new_tokens: int = getattr(request, "max_new_tokens", 1)
+        self.generated_tokens: int = getattr(request, "generated_tokens", 0)
+        self.ignore_eos: bool = getattr(request, "ignore_eos", False)
+        self.priority: int = getattr(request, "priority", 0)
