@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 from kvledger.adder import AddReqResult
 from kvledger.arithmetic import ceil_tokens, floor_tokens
-from kvledger.evidence import Evidence, Finding, compute_left, gate_tokens, needed_pages_of, owed_tokens
+from kvledger.evidence import (
+    Evidence,
+    Finding,
+    compute_left,
+    decode_tokens,
+    gate_tokens,
+    is_simulated,
+    needed_pages_of,
+    owed_tokens,
+    simulation_passes,
+)
 from kvledger.record import Decision, Snapshot
 
 
@@ -80,12 +92,12 @@ def refusal_is_free(e: Evidence, decision: Decision) -> Finding | None:
 def ledger_exact(e: Evidence, decision: Decision) -> Finding | None:
     """Both offsets and the baseline, counted afresh from the batch and the pages."""
     baseline = e.after.baseline_pages * e.page_size
-    now = later = 0
+    now, later = decode_tokens(e, e.after)
     for d in (*e.earlier, decision):
-        d_now, d_later = owed_tokens(d, e.rules, e.page_size)
+        d_now, d_later = owed_tokens(e, d)
         now += d_now
         later += d_later
-    expected = (baseline, baseline - now, baseline - now - later)
+    expected = (baseline, baseline - now, math.floor(baseline - now - later))
     stated = (decision.baseline, decision.cur_rem_tokens, decision.rem_total_tokens)
     if stated == expected:
         return None
@@ -99,6 +111,10 @@ def gate_covers_charge(e: Evidence, decision: Decision) -> Finding | None:
     """An admission must hold against the books counted afresh, as a refusal for memory must."""
     if decision.kind not in ("whole", "truncated"):
         return None
+    if is_simulated(e, decision):
+        if simulation_passes(e, decision):
+            return None
+        return Finding(decision.request, f"{decision.request} was admitted, and not everybody can come to an end")
     need, left = gate_tokens(e, decision)
     if need < left:
         return None
@@ -149,6 +165,10 @@ def fix_is_minimal(e: Evidence, decision: Decision) -> Finding | None:
     """A NO_TOKEN must hold against the books counted afresh: tail and newcomer together do not fit."""
     if decision.reason is not AddReqResult.NO_TOKEN or decision.no_slot:
         return None
+    if is_simulated(e, decision):
+        if not simulation_passes(e, decision):
+            return None
+        return Finding(decision.request, "refused with NO_TOKEN, but everybody could come to an end")
     need, left = gate_tokens(e, decision)
     if not need < left:
         return None

@@ -6,11 +6,16 @@ It is the ledger that is on trial, so what is needed is counted from the request
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import NamedTuple
 
 from kvledger.arithmetic import ceil_pages, ceil_tokens
+from kvledger.decode import all_can_end, promised_output
+from kvledger.events import USUAL_OUTPUT
+from kvledger.ledger import Tokens
 from kvledger.node import FIRST_TOKEN, NodeSettings
 from kvledger.record import Decision, LiveRequest, Snapshot
+from kvledger.request import Output
 from kvledger.rules import AccountingRules
 
 
@@ -27,6 +32,10 @@ class Evidence:
     before it. `computed` is how far each admitted, unfinished request had come when the last round ended, in tokens.
     `unserved` requests fit an empty pool and have neither finished their prefill nor been aborted; `ended` ones were
     aborted, or transferred after their prefill.
+
+    Beside decode also: `prompts` as submitted, in tokens, `outputs`, how much of each has been `generated`, and
+    `taken` of that in this round; the `ratio` of what is left of an output that the books should count on by now; `mixed_tokens` of decode in this
+    round's batch; the `queue` as it was when the round began, and `decided`, what its last decision left.
     """
 
     settings: NodeSettings
@@ -37,6 +46,14 @@ class Evidence:
     computed: dict[str, int] = field(default_factory=dict)
     unserved: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
+    prompts: dict[str, int] = field(default_factory=dict)
+    outputs: dict[str, Output] = field(default_factory=dict)
+    generated: dict[str, int] = field(default_factory=dict)
+    taken: dict[str, int] = field(default_factory=dict)
+    ratio: Fraction = Fraction(0)
+    mixed_tokens: int = 0
+    queue: tuple[str, ...] = ()
+    decided: Snapshot | None = None
 
     @property
     def page_size(self) -> int:
@@ -49,32 +66,89 @@ class Evidence:
 
 def needed_pages_of(request: LiveRequest, page_size: int) -> int:
     """Pages that an admitted request has yet to allocate to finish its prefill."""
-    return ceil_pages(request.prompt_tokens, page_size) - len(request.pages)
+    return 0 if request.decoding else ceil_pages(request.prompt_tokens, page_size) - len(request.pages)
 
 
-def owed_tokens(decision: Decision, rules: AccountingRules, page_size: int) -> tuple[int, int]:
-    """Tokens a decision promises under `rules`: due in this batch, and due later."""
+def output_tokens(e: Evidence, rid: str) -> int:
+    """What a promise counts on of a request's output: one token where nothing decodes."""
+    if e.settings.mode == "prefill":
+        return FIRST_TOKEN
+    most, generated = _most_and_generated(e, rid)
+    return promised_output(most, generated)
+
+
+def _most_and_generated(e: Evidence, rid: str) -> tuple[int, int]:
+    """The longest output that the books count on, and what of it is there."""
+    most = min(e.outputs.get(rid, USUAL_OUTPUT).max_new_tokens, e.settings.most_new_tokens(e.prompts.get(rid, 0)))
+    return most, e.generated.get(rid, 0)
+
+
+def owed_tokens(e: Evidence, decision: Decision) -> tuple[int, int]:
+    """Tokens a decision promises under the rules: due in this batch, and due later."""
     if decision.kind == "refused":
         return 0, 0
+    output = output_tokens(e, decision.request)
     if decision.kind == "deferred":
-        return 0, ceil_tokens(decision.tail_tokens, page_size) + FIRST_TOKEN
-    now = ceil_tokens(decision.tokens, page_size) + page_size
+        return 0, ceil_tokens(decision.tail_tokens, e.page_size) + output
+    now = ceil_tokens(decision.tokens, e.page_size) + e.page_size
     if not decision.tail_tokens:
-        return now, FIRST_TOKEN
-    return now, ceil_tokens(decision.tail_tokens, page_size) + FIRST_TOKEN if rules.reserve_tail else 0
+        return now, output
+    return now, ceil_tokens(decision.tail_tokens, e.page_size) + output if e.rules.reserve_tail else 0
 
 
-def gate_tokens(e: Evidence, decision: Decision) -> tuple[int, int]:
+def decode_tokens(e: Evidence, snapshot: Snapshot) -> tuple[int, Tokens]:
+    """What the running requests are promised: a token each of this batch if it is mixed, and their share later."""
+    running = [request.rid for request in snapshot.live if request.decoding]
+    fixed = estimated = 0
+    for rid in running:
+        if e.outputs.get(rid, USUAL_OUTPUT).ignore_eos:
+            fixed += output_tokens(e, rid)
+        else:
+            estimated += output_tokens(e, rid)
+    return len(running) if e.mixed_tokens else 0, fixed + estimated * e.ratio
+
+
+def gate_tokens(e: Evidence, decision: Decision) -> tuple[int, Tokens]:
     """What the gate asks for a candidate, and what remains for it, both counted from the batch and the pages."""
-    owed = sum(sum(owed_tokens(d, e.rules, e.page_size)) for d in e.earlier)
+    owed = sum(sum(owed_tokens(e, d)) for d in e.earlier) + sum(decode_tokens(e, e.before))
     left = e.before.baseline_pages * e.page_size - decision.newly_locked_tokens - owed
-    return decision.prompt_tokens - decision.prefix_tokens + FIRST_TOKEN + e.page_size, left
+    need = decision.prompt_tokens - decision.prefix_tokens + output_tokens(e, decision.request) + e.page_size
+    return need, left
+
+
+def is_simulated(e: Evidence, decision: Decision) -> bool:
+    """The candidate will generate all it may, nothing is cached: its gate asks whether everybody can end."""
+    return e.settings.simulates(e.outputs.get(decision.request, USUAL_OUTPUT))
+
+
+def simulation_passes(e: Evidence, decision: Decision) -> bool:
+    """That gate, counted from the batch and the pages."""
+    mixed, shares = decode_tokens(e, e.before)
+    now = sum(owed_tokens(e, d)[0] for d in e.earlier) + mixed
+    later = sum(owed_tokens(e, d)[1] for d in e.earlier) + shares
+    tails = [d for d in e.earlier if d.kind == "deferred" or (d.joined and d.tail_tokens and e.rules.reserve_tail)]
+    current = e.before.baseline_pages * e.page_size - now
+    need = ceil_tokens(decision.prompt_tokens, e.page_size) + e.page_size
+    if need > min(current, current - later):
+        return False
+    free = current - need - sum(ceil_tokens(d.tail_tokens, e.page_size) for d in tails)
+    running = [request.rid for request in e.before.live if request.decoding]
+    batch = [d.request for d in e.earlier if d.joined or d.kind == "deferred"]
+    return all_can_end(free, [_ending(e, rid) for rid in (decision.request, *running, *batch)])
+
+
+def _ending(e: Evidence, rid: str) -> tuple[Tokens, int]:
+    """(tokens left of its output, slots held when it runs)."""
+    most, generated = _most_and_generated(e, rid)
+    running = any(request.rid == rid and request.decoding for request in e.before.live)
+    ratio = 1 if e.outputs.get(rid, USUAL_OUTPUT).ignore_eos else e.ratio
+    return most * ratio - generated, e.prompts.get(rid, 0) + generated - running
 
 
 def compute_left(e: Evidence) -> tuple[int | None, int | None]:
     """What the batch has left of the chunk budget and of max_prefill_tokens."""
     batch = [d for d in e.earlier if d.joined]
-    spent_tokens = sum(ceil_tokens(d.tokens, e.page_size) for d in batch)
+    spent_tokens = e.mixed_tokens + sum(ceil_tokens(d.tokens, e.page_size) for d in batch)
     chunk_limit, input_limit = e.settings.chunked_prefill_size, e.settings.max_prefill_tokens
     gap_spent = e.rules.spend_gap and any(d.tail_tokens > 0 for d in batch)
     chunk_left = None if chunk_limit is None else 0 if gap_spent else chunk_limit - spent_tokens

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvledger import checks_decision as decided
+from kvledger import checks_decode as decode
 from kvledger import checks_state as state
 from kvledger.evidence import Finding
 
@@ -113,5 +114,38 @@ INVARIANTS: tuple[Invariant, ...] = (
     Invariant("conserved", "a page has one owner, and none is lost", "event", state.conserved, _COUNTS),
     Invariant("no-use-after-free", "a page in use must not be given away", "event", state.no_use_after_free, _PAGES),
     Invariant("quiescent", "what is left at rest is a leak", "rest", state.quiescent, _COUNTS),
+    Invariant(
+        "tail-spared",
+        "a page that decode takes from a tail is missed when the next chunk runs",
+        "round",
+        decode.tail_spared,
+        _PAGES,
+    ),
+    Invariant(
+        "comes-back-whole",
+        "what a retracted request had generated is computed and held again",
+        "decision",
+        decode.comes_back_whole,
+        _OFFSETS,
+    ),
+    Invariant("in-order", "whose turn it is must not be passed over", "decision", decode.in_order, _OFFSETS),
+    Invariant(
+        "slots-kept", "a request without a slot has no row to write its pages in", "round", decode.slots_kept, _PAGES
+    ),
+    Invariant("full-is-true", "a batch called full turns everybody away", "round", decode.full_is_true, _OFFSETS),
+    Invariant(
+        "each-decodes-once", "a round owes each running request one token", "round", decode.each_decodes_once, _PAGES
+    ),
+    Invariant("output-exact", "an output is as long as was asked for", "round", decode.output_exact, _PAGES),
+    Invariant(
+        "retraction-exact",
+        "work is only thrown away for pages that are needed",
+        "round",
+        decode.retraction_exact,
+        _OFFSETS | _PAGES,
+    ),
+    Invariant(
+        "abort-is-last", "a request that could have waited must not be given up", "round", decode.abort_is_last, _PAGES
+    ),
     Invariant("progress", "a safe scheduler that starves is no scheduler", "stuck", state.progress),
 )

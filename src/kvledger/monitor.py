@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from fractions import Fraction
 
-from kvledger.events import Abort, Event, Submit, Transferred
+from kvledger.decode import NewTokenRatio
+from kvledger.events import Abort, Event, Finish, Submit, Transferred
 from kvledger.evidence import Evidence
 from kvledger.invariants import INVARIANTS, Invariant
 from kvledger.node import NodeSettings, PrefillNode
@@ -24,6 +26,7 @@ class InvariantMonitor(Monitor):
             self._pending.setdefault(invariant.when, []).append(invariant)
         self.skipped: list[str] = []
         self._round = self._rounds_ended = 0
+        self._open = False
 
     def attach(self, target: Target, settings: NodeSettings, rules: AccountingRules) -> None:
         self._target = target
@@ -36,9 +39,27 @@ class InvariantMonitor(Monitor):
             self._pending[when] = able
         snapshot = target.snapshot()
         self.evidence = Evidence(settings, rules, snapshot, snapshot)
+        self._ratio = NewTokenRatio(Fraction(settings.new_token_ratio_percent, 100))
+        self.evidence.ratio = self._ratio.current
 
     def before_decision(self) -> None:
+        self._open_round()
         self.evidence.before = self.evidence.after
+
+    def preempted(self) -> None:
+        self._open_round()
+        self._look()
+        self.evidence.before = self.evidence.after
+
+    def _open_round(self) -> None:
+        """What the round finds, before anything is decided in it."""
+        if self._open:
+            return
+        self._open = True
+        e = self.evidence
+        e.queue = e.after.waiting
+        running = sum(request.decoding for request in e.after.live)
+        e.mixed_tokens = running if e.settings.mixed_chunk else 0
 
     def after_decision(self, decision: Decision) -> None:
         self._look()
@@ -47,6 +68,8 @@ class InvariantMonitor(Monitor):
         self.evidence.earlier.append(decision)
 
     def after_round(self, record: RoundRecord) -> None:
+        self._count_output(record)
+        self.evidence.decided = self.evidence.after
         self._look()
         self._round = self._rounds_ended = record.round
         self._ask("round", record)
@@ -56,11 +79,43 @@ class InvariantMonitor(Monitor):
             self.evidence.computed.pop(rid, None)
         self.evidence.ended.update(record.finished)
         self.evidence.computed.update((d.request, d.end) for d in record.joined)
+        unified = self.evidence.settings.mode == "unified"
         for d in record.joined:
             if not d.tail_tokens:
                 self.evidence.computed.pop(d.request)
-                self.evidence.unserved.discard(d.request)
+                if not unified:
+                    self.evidence.unserved.discard(d.request)
+        aborted = [rid for rid, _ in record.aborted]
+        self.evidence.ended.update(aborted)
+        self.evidence.unserved.difference_update(record.finished, aborted)
         self.evidence.earlier = []
+        self.evidence.mixed_tokens = 0
+        self._open = False
+        self._count_ratio(record)
+
+    def _count_output(self, record: RoundRecord) -> None:
+        """Everybody who decoded, or whose prompt was done, has made a token."""
+        e = self.evidence
+        e.taken = {}
+        if e.settings.mode == "prefill" or record.failure is not None:
+            return
+        for rid in (*record.decoded, *(d.request for d in record.joined if not d.tail_tokens)):
+            e.taken[rid] = e.taken.get(rid, 0) + 1
+            e.generated[rid] = e.generated.get(rid, 0) + 1
+
+    def _count_ratio(self, record: RoundRecord) -> None:
+        """The ratio that the next round's books should have: recounted from who decoded and who went back."""
+        e = self.evidence
+        for_pages = [rid for rid in record.retracted if rid not in record.preempted]
+        outgrown = {rid for rid, _ in record.aborted if rid in record.preempted}
+        for_pages += [rid for rid, _ in record.aborted if rid not in for_pages and rid not in outgrown]
+        if for_pages:
+            joined = {d.request for d in record.joined if not d.tail_tokens}
+            kept = [_Kept(e, rid) for rid in record.decoded if rid not in joined]
+            self._ratio.retracted(kept)
+        elif record.decoded and not record.joined:
+            self._ratio.decay()
+        e.ratio = self._ratio.current
 
     def after_event(self, event: Event) -> None:
         self._note(event)
@@ -78,13 +133,21 @@ class InvariantMonitor(Monitor):
     def _note(self, event: Event) -> None:
         e = self.evidence
         match event:
-            case Submit(request=rid, prompt=prompt) if e.settings.fits_empty_pool(prompt.tokens):
-                e.unserved.add(rid)
+            case Submit(request=rid, prompt=prompt, output=output):
+                e.prompts[rid] = prompt.tokens
+                e.outputs[rid] = output
+                if e.settings.fits_empty_pool(prompt.tokens, output):
+                    e.unserved.add(rid)
+            case Finish(request=rid) if any(r.rid == rid and r.decoding for r in e.after.live):
+                e.ended.add(rid)
+                e.unserved.discard(rid)
             case Abort(request=rid):
                 e.computed.pop(rid, None)
                 e.unserved.discard(rid)
                 e.ended.add(rid)
-            case Transferred(request=rid) if any(r.rid == rid and r.in_flight for r in e.after.live):
+            case Transferred(request=rid) if any(
+                r.rid == rid and r.in_flight and not r.decoding for r in e.after.live
+            ):
                 e.ended.add(rid)
 
     def _look(self) -> None:
@@ -97,6 +160,14 @@ class InvariantMonitor(Monitor):
             if finding is not None:
                 self._pending[when].remove(invariant)
                 self.broken.append(Broken(invariant.name, self._round, finding.request, finding.message))
+
+
+class _Kept:
+    """A running request that stayed when others went back, as it was before it took its token."""
+
+    def __init__(self, e: Evidence, rid: str) -> None:
+        self.generated_tokens = e.generated.get(rid, 0) - 1
+        self.max_new_tokens = min(e.outputs[rid].max_new_tokens, e.settings.most_new_tokens(e.prompts[rid]))
 
 
 def checked_replay(

@@ -21,12 +21,14 @@ from kvledger.record import Decision, DecisionKind, RoundRecord, Snapshot
 from kvledger.request import Output, Prompt, Request, RequestState
 from kvledger.rules import AccountingRules
 from kvledger.slots import StateSlots
-from kvledger.views import decision_of, device_page, failure_of, record_of, snapshot_of
+from kvledger.views import decision_of, device_page, failure_of, ledger_facts, snapshot_of
 
 Mode = Literal["prefill", "unified"]
 
 FIRST_TOKEN = 1
 """A prefill node makes one token per request; the rest of the output is the decode node's."""
+
+USUAL_RATIO_PERCENT = 70
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +56,7 @@ class NodeSettings:
     max_running_requests: int | None = None
     pp_size: int = 1
     preemption_threshold: int | None = None
-    new_token_ratio_percent: int = 70
+    new_token_ratio_percent: int = USUAL_RATIO_PERCENT
     prefix_cache: bool = True
 
     @property
@@ -62,12 +64,19 @@ class NodeSettings:
         """Whole pages in the pool, rounded down."""
         return self.pool_tokens // self.page_size
 
-    def needed_tokens(self, prompt_tokens: int, output: Output = Output(), generated_tokens: int = 0) -> int:
-        """The one bound that entry, gate and queue share: what a request's gate asks where nothing of it is cached.
+    def needed_tokens(self, prompt_tokens: int, output: Output = Output()) -> int:
+        """The one bound that entry and gate share: the most that a request's gate can ask of an empty pool.
 
-        `prompt_tokens` counts in what it has generated.
+        A request that was sent back asks no more, however much it has generated (see `most_new_tokens`). Where its
+        gate is a simulation, that counts all of the output, and a page more as the prompt's last page moves.
         """
-        return prompt_tokens + promised_output(output.max_new_tokens, generated_tokens) + self.page_size
+        if self.simulates(output):
+            return prompt_tokens + output.max_new_tokens + 2 * self.page_size
+        return prompt_tokens + promised_output(output.max_new_tokens, 0) + self.page_size
+
+    def simulates(self, output: Output) -> bool:
+        """Nothing is cached and the output's length is known: the gate asks whether everybody can come to an end."""
+        return output.ignore_eos and not self.prefix_cache
 
     def fits_empty_pool(self, prompt_tokens: int, output: Output = Output()) -> bool:
         """The entry asks what the gate will ask."""
@@ -131,11 +140,12 @@ class PrefillNode(Occupancy):
         """Queue a request, or say why it could never be admitted: the entry asks what the gate will ask."""
         if not self.settings.fits_empty_pool(prompt.tokens, output):
             need = self.settings.needed_tokens(prompt.tokens, output)
-            new_tokens = need - prompt.tokens - self.page_size
+            pages_tokens = (2 if self.settings.simulates(output) else 1) * self.page_size
+            new_tokens = need - prompt.tokens - pages_tokens
             what = "first token" if new_tokens == FIRST_TOKEN else "output"
             pool_tokens = self.settings.pool_pages * self.page_size
             return (
-                f"prompt {prompt.tokens} + {what} {new_tokens} + page {self.page_size} = {need} tokens is not "
+                f"prompt {prompt.tokens} + {what} {new_tokens} + page {pages_tokens} = {need} tokens is not "
                 f"below the empty pool's {pool_tokens}"
             )
         self._arrivals += 1
@@ -185,23 +195,30 @@ class PrefillNode(Occupancy):
             batch_is_full = self._admit(adder, decisions, queue)
         except PrefillOutOfMemory as error:
             failure = error
-        record = record_of(self.rounds, adder, tuple(decisions), batch_is_full)
+        facts = ledger_facts(adder)
         if failure is None:
             failure = self._allocate_batch(adder)
         if failure is None:
             self._run_batch(adder)
             self._beside(adder)
-        return self._ended(record, counters, failure)
+        return self._record(facts, counters, tuple(decisions), batch_is_full, failure)
 
-    def _ended(
-        self, record: RoundRecord, counters: tuple[int, int, int], failure: PrefillOutOfMemory | None
+    def _record(
+        self,
+        facts: dict[str, Any],
+        counters: tuple[int, int, int],
+        decisions: tuple[Decision, ...] = (),
+        batch_is_full: bool = False,
+        failure: PrefillOutOfMemory | None = None,
     ) -> RoundRecord:
-        """The record of a round's decisions, with what became of the pool."""
+        """What the decisions left in the books (`facts`), and what became of the pool since `counters`."""
         evicted_pages, dropped_pages, shared_pages = (
             after - before for before, after in zip(counters, self._counters(), strict=True)
         )
-        return replace(
-            record,
+        return RoundRecord(
+            round=self.rounds,
+            decisions=decisions,
+            batch_is_full=batch_is_full,
             free=self.pool.available_size(),
             evictable=self.tree.evictable_size(),
             protected=self.tree.protected_size(),
@@ -209,6 +226,7 @@ class PrefillNode(Occupancy):
             dropped_pages=dropped_pages,
             shared_pages=shared_pages,
             failure=None if failure is None else failure_of(failure),
+            **facts,
         )
 
     def _beside(self, adder: PrefillAdder) -> None:

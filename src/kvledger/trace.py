@@ -18,7 +18,7 @@ from typing import Any
 
 from kvledger.arithmetic import ceil_pages
 from kvledger.events import Abort, Cached, Decode, Drain, Event, Finish, Hold, Release, Round, Submit, Transferred
-from kvledger.node import NodeSettings
+from kvledger.node import USUAL_RATIO_PERCENT, NodeSettings
 from kvledger.request import Output, Prompt
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.saving import write_whole
@@ -200,6 +200,23 @@ def _check_node(node: NodeSettings) -> None:
         raise _MisfitError(message, "node", "pool_tokens")
     if node.mixed_chunk and node.mode == "prefill":
         raise _MisfitError("a prefill node decodes nothing that could join a chunk", "node", "mixed_chunk")
+    _check_decode(node)
+
+
+def _check_decode(node: NodeSettings) -> None:
+    """Settings that would say nothing are more likely a mistake."""
+    slots = node.max_running_requests
+    if node.pp_size > 1 and slots is None:
+        raise _MisfitError(f"{node.pp_size} stages share nothing without max_running_requests", "node", "pp_size")
+    if slots is not None and slots < node.pp_size:
+        message = f"{slots} request slots are fewer than the {node.pp_size} stages that share them"
+        raise _MisfitError(message, "node", "max_running_requests")
+    if node.preemption_threshold is not None and (node.mode != "unified" or node.schedule_policy != "priority"):
+        message = f'{node.preemption_threshold} needs "mode": "unified" and "schedule_policy": "priority"'
+        raise _MisfitError(message, "node", "preemption_threshold")
+    if node.new_token_ratio_percent != USUAL_RATIO_PERCENT and node.mode != "unified":
+        message = f'{node.new_token_ratio_percent} needs "mode": "unified": a prefill node has no running requests'
+        raise _MisfitError(message, "node", "new_token_ratio_percent")
 
 
 def _check_rules(rules: AccountingRules, page_size: int) -> None:

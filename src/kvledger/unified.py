@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kvledger.adder import PrefillAdder
 from kvledger.arithmetic import ceil_pages
 from kvledger.decode import NewTokenRatio, retraction_order
 from kvledger.node import NodeSettings, PrefillNode, Watcher
-from kvledger.pool import PrefillOutOfMemory
 from kvledger.record import RoundRecord
 from kvledger.request import Prompt, Request, RequestState
 from kvledger.rules import AccountingRules
 from kvledger.unified_adder import UnifiedAdder
-from kvledger.views import record_of
+from kvledger.views import ledger_facts
 
 
 @dataclass(slots=True)
@@ -31,6 +30,16 @@ class RoundFacts:
     retracted: list[str] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     aborted: list[tuple[str, str]] = field(default_factory=list)
+
+    def document(self) -> dict[str, Any]:
+        """In the words of a round's record."""
+        return {
+            "decoded": tuple(self.decoded),
+            "finished": tuple(self.finished),
+            "retracted": (*self.preempted, *self.retracted),
+            "preempted": tuple(self.preempted),
+            "aborted": tuple(self.aborted),
+        }
 
 
 class UnifiedNode(PrefillNode):
@@ -78,9 +87,9 @@ class UnifiedNode(PrefillNode):
         self.rounds += 1
         counters = self._counters()
         adder = self._unsettled = self._books(0)
-        record = record_of(self.rounds, adder, (), False)
+        facts = ledger_facts(adder)
         self._decode_alone()
-        return self._ended(record, counters, None)
+        return self._record(facts, counters)
 
     def _open_books(self) -> PrefillAdder:
         return self._books(len(self.running) if self.settings.mixed_chunk else 0)
@@ -113,8 +122,6 @@ class UnifiedNode(PrefillNode):
         elif self.settings.mixed_chunk and self.running:
             self._make_room()
             self._decode()
-        for rid in [*self.live, *self._told.preempted, *self._told.retracted, *(rid for rid, _ in self._told.aborted)]:
-            adder.memory.take_back(rid, "decode")
         for chunk in adder.can_run_list:
             request = self.live.get(chunk.request.rid)
             if request is not None and request.state is RequestState.RUNNING:
@@ -127,18 +134,8 @@ class UnifiedNode(PrefillNode):
         else:
             self.running[request.rid] = request
 
-    def _ended(
-        self, record: RoundRecord, counters: tuple[int, int, int], failure: PrefillOutOfMemory | None
-    ) -> RoundRecord:
-        told = self._told
-        return replace(
-            super()._ended(record, counters, failure),
-            decoded=tuple(told.decoded),
-            finished=tuple(told.finished),
-            retracted=(*told.preempted, *told.retracted),
-            preempted=tuple(told.preempted),
-            aborted=tuple(told.aborted),
-        )
+    def _record(self, facts: dict[str, Any], *round_facts: Any) -> RoundRecord:
+        return super()._record(facts | self._told.document(), *round_facts)
 
     # --- decode
 

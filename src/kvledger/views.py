@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from kvledger.adder import AddReqResult, PrefillAdder
 from kvledger.ledger import Due, Promise
 from kvledger.occupancy import Occupancy
 from kvledger.pool import PrefillOutOfMemory
-from kvledger.record import AllocationFailure, Decision, DecisionKind, LiveRequest, RoundRecord, Snapshot
+from kvledger.record import AllocationFailure, Decision, DecisionKind, LiveRequest, Snapshot
 from kvledger.request import CachedPage, Request, RequestState
 
 
@@ -45,24 +45,16 @@ def decision_of(
     )
 
 
-def record_of(
-    number: int, adder: PrefillAdder, decisions: tuple[Decision, ...], batch_is_full: bool
-) -> RoundRecord:
-    """A round as its decisions leave it. Figures are whole tokens: what remains is rounded down, a promise up."""
-    return RoundRecord(
-        round=number,
-        baseline=adder.memory.baseline,
-        rem_total_tokens=math.floor(adder.rem_total_tokens),
-        cur_rem_tokens=math.floor(adder.cur_rem_tokens),
-        rem_chunk_tokens=adder.rem_chunk_tokens,
-        budget_state=adder.budget_state(),
-        batch_is_full=batch_is_full,
-        decisions=decisions,
-        promises=tuple(_whole(promise) for promise in adder.memory.entries()),
-        free=0,
-        evictable=0,
-        protected=0,
-    )
+def ledger_facts(adder: PrefillAdder) -> dict[str, Any]:
+    """A round's figures as its decisions leave them. Whole tokens: what remains is rounded down, a promise up."""
+    return {
+        "baseline": adder.memory.baseline,
+        "rem_total_tokens": math.floor(adder.rem_total_tokens),
+        "cur_rem_tokens": math.floor(adder.cur_rem_tokens),
+        "rem_chunk_tokens": adder.rem_chunk_tokens,
+        "budget_state": adder.budget_state(),
+        "promises": tuple(_whole(promise) for promise in adder.memory.entries()),
+    }
 
 
 def _whole(promise: Promise) -> Promise:
@@ -73,7 +65,8 @@ def snapshot_of(
     memory: Occupancy, live: Iterable[Request], waiting: Iterable[str], adder: PrefillAdder | None
 ) -> Snapshot:
     """Every page and every live request; `adder` is the last round's, for promises that nothing settled."""
-    promises = adder.memory.entries() if adder is not None else ()
+    # a running request's token is due in each round anew: no allocation has to settle it
+    promises = [each for each in adder.memory.entries() if each.kind != "decode"] if adder is not None else ()
     # one plain list: this is most of what a search costs; what is among the device pages has a number
     rows = [(page.page, page.lock_refs, page.pinned_refs, page.last_used) for page in memory.tree.device_pages()]
     return Snapshot(

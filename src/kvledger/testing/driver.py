@@ -36,13 +36,14 @@ def example(
     for _ in range(rng.randint(4, MOVES_PER_EXAMPLE)):
         move = rng.choice(moves)
         world.apply(move.make(world, **_draw(rng, move.domains)))
-    finish(world)
+    finish(world, space)
     watching.finished(world.replay.outcome)
     return world, watching
 
 
-def finish(world: World) -> None:
+def finish(world: World, space: Space = NODE_SPACE) -> None:
     """Give back what was held, and let everybody finish."""
+    space.before_drain(world)
     while world.holds:
         world.apply(Release(world.holds.pop()))
     world.apply(Drain())

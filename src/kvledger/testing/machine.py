@@ -80,7 +80,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         if self.world is None:
             return
         healthy = not self.monitor.broken
-        finish(self.world)
+        finish(self.world, self.under_test.space)
         self.monitor.finished(self.world.replay.outcome)
         if self.monitor.least_slack_pages is not None:
             pool_pages = self.world.settings.pool_pages

@@ -81,7 +81,8 @@ def draw_settings(
 class Space:
     """The nodes, and the moves, that a search draws: domains of integers, and the settings they stand for.
 
-    `examples`: how many a search without a number tries. Not `thorough`: too few to meet every branch.
+    `examples`: how many a search without a number tries. Not `thorough`: too few to meet every branch. `name` goes with
+    a preset's where the space is not the usual one. `before_drain` is for what a drain would take too long over.
     """
 
     domains: Mapping[str, Domain]
@@ -89,6 +90,8 @@ class Space:
     moves: tuple[Move, ...]
     examples: int = 1000
     thorough: bool = True
+    name: str = ""
+    before_drain: Callable[[World], None] = lambda _world: None
 
 
 class World:

@@ -1,0 +1,173 @@
+"""Checks of what only a unified node has: order, request slots, retraction, and what decode may take.
+
+All are asked on a prefill node too, where there is nothing for most of them to find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvledger.adder import AddReqResult
+from kvledger.arithmetic import ceil_pages
+from kvledger.evidence import Evidence, Finding, needed_pages_of
+from kvledger.record import Decision, LiveRequest, RoundRecord, Snapshot
+
+# --- after every decision
+
+
+def comes_back_whole(e: Evidence, decision: Decision) -> Finding | None:
+    """What is computed for a request is its prompt and all that it has generated."""
+    rid = decision.request
+    if rid not in e.prompts or e.settings.mode == "prefill":
+        return None
+    wanted = e.prompts[rid] + e.generated.get(rid, 0)
+    if decision.prompt_tokens == wanted:
+        return None
+    return Finding(rid, f"{rid} computes {decision.prompt_tokens} tokens, and its prompt and output come to {wanted}")
+
+
+def in_order(e: Evidence, decision: Decision) -> Finding | None:
+    """Candidates are looked at in the order of the policy, as far as the queue alone tells it."""
+    policy = e.settings.schedule_policy
+    if decision.kind in ("resumed", "deferred") or policy not in ("fcfs", "priority"):
+        return None
+    place = sum(1 for d in e.earlier if d.kind not in ("resumed", "deferred"))
+    queue = [rid for rid in e.queue if rid in e.prompts]
+    if policy == "priority":
+        arrival = {rid: number for number, rid in enumerate(e.prompts)}
+        queue.sort(key=lambda rid: (-e.outputs[rid].priority, arrival[rid]))
+    if place >= len(queue) or queue[place] == decision.request:
+        return None
+    return Finding(decision.request, f"{decision.request} was looked at before {queue[place]}, whose turn it was")
+
+
+# --- after every round
+
+
+def tail_spared(e: Evidence, record: RoundRecord) -> Finding | None:
+    """When the round is over, and decode has taken its pages, the unfinished prefills can still be given theirs."""
+    if record.failure is not None or not record.decoded:
+        return None
+    needed_pages = sum(needed_pages_of(request, e.page_size) for request in e.after.live)
+    if e.after.baseline_pages >= needed_pages:
+        return None
+    unfinished = next((request.rid for request in e.after.live if not request.in_flight), None)
+    return Finding(
+        unfinished,
+        f"after the round, admitted prompts still need {needed_pages * e.page_size} tokens, and free + evictable is "
+        f"{e.after.baseline_pages * e.page_size}",
+    )
+
+
+def slots_kept(e: Evidence, _: RoundRecord) -> Finding | None:
+    """Never more requests on the node than the stage has request slots."""
+    slots = e.settings.request_slots
+    if slots is None or len(e.after.live) <= slots:
+        return None
+    return Finding(e.after.live[-1].rid, f"{len(e.after.live)} requests are on a node with {slots} request slots")
+
+
+def full_is_true(e: Evidence, record: RoundRecord) -> Finding | None:
+    """A full batch lacks memory for somebody, or a request slot."""
+    if not record.batch_is_full or record.failure is not None:
+        return None
+    memory = record.budget_state is AddReqResult.NO_TOKEN or any(
+        decision.reason is AddReqResult.NO_TOKEN for decision in record.decisions
+    )
+    slots = e.settings.request_slots
+    decided = e.decided or e.after
+    if memory or (slots is not None and len(decided.live) >= slots):
+        return None
+    return Finding(None, "the batch is called full, and neither memory nor a request slot is what it lacks")
+
+
+def each_decodes_once(e: Evidence, record: RoundRecord) -> Finding | None:
+    """In a round without a batch every running request takes a token, is sent back or aborted; nobody twice."""
+    if e.settings.mode == "prefill" or record.failure is not None:
+        return None
+    gone = {*record.retracted, *(rid for rid, _ in record.aborted)}
+    for rid in record.decoded:
+        if rid in gone or record.decoded.count(rid) > 1:
+            return Finding(rid, f"{rid} took a token in a round in which it had taken one, or gone")
+    running = _running(e.decided)
+    if record.joined:
+        return None
+    idle = next((each.rid for each in running if each.rid not in gone and each.rid not in record.decoded), None)
+    return None if idle is None else Finding(idle, f"{idle} was running, and the round passed it over")
+
+
+def output_exact(e: Evidence, record: RoundRecord) -> Finding | None:
+    """An output ends with its last token, not before and not after; `generated` counts this round in."""
+    for rid in record.finished:
+        if rid in e.outputs and e.generated.get(rid, 0) != e.outputs[rid].max_new_tokens:
+            return Finding(
+                rid, f"{rid} ended with {e.generated.get(rid, 0)} of {e.outputs[rid].max_new_tokens} tokens"
+            )
+    for each in e.after.live:
+        if each.decoding and each.rid in e.outputs and each.rid not in record.finished:
+            most = e.outputs[each.rid].max_new_tokens
+            if e.generated.get(each.rid, 0) >= most:
+                return Finding(each.rid, f"{each.rid} has its {most} tokens and goes on")
+            held = ceil_pages(e.prompts[each.rid] + e.generated.get(each.rid, 0) - 1, e.page_size)
+            if len(each.pages) != held:
+                return Finding(each.rid, f"{each.rid} holds {len(each.pages)} pages, and its tokens fill {held}")
+    return None
+
+
+def retraction_exact(e: Evidence, record: RoundRecord) -> Finding | None:
+    """Who went back, recounted: the fewest tokens first, as many as the round's pages ask for, and no more."""
+    if e.settings.mode == "prefill" or record.failure is not None or record.joined or e.decided is None:
+        return None
+    went = [rid for rid in record.retracted if rid not in record.preempted]
+    went += [rid for rid, _ in record.aborted if rid not in went]
+    expected = list(_must_go(e, e.decided))
+    if sorted(went) == sorted(expected):
+        return None
+    return Finding(
+        (went or expected)[0],
+        f"sent back or aborted: {', '.join(went) or 'nobody'}; the pages asked for {', '.join(expected) or 'nobody'}",
+    )
+
+
+def abort_is_last(e: Evidence, record: RoundRecord) -> Finding | None:
+    """A request is only given up if nobody else holds anything, or if it has outgrown the pool."""
+    for rid, _ in record.aborted:
+        tokens = e.prompts.get(rid, 0) + e.generated.get(rid, 0)
+        outgrown = tokens + e.page_size >= e.settings.pool_pages * e.page_size
+        if e.after.live and not outgrown:
+            return Finding(rid, f"{rid} was given up while {e.after.live[0].rid} could still have made room")
+    return None
+
+
+def _must_go(e: Evidence, s: Snapshot) -> Iterator[str]:
+    """Walks the running ones in their order of going, and gives back page by page what each held alone."""
+    page_size = e.page_size
+    kept_pages = 0
+    if e.rules.tail_first:
+        kept_pages = sum(needed_pages_of(each, page_size) for each in s.live if not each.in_flight)
+    spare_pages = s.baseline_pages - kept_pages
+    locks = {page: lock_refs for page, lock_refs, _, _ in s.cached}
+    staying = _running(s)
+    before = {each.rid: e.generated.get(each.rid, 0) - _this_round(e, each.rid) for each in staying}
+    order = sorted(
+        reversed(staying),
+        key=lambda each: (before[each.rid], -e.prompts.get(each.rid, 0)),
+    )
+    for victim in order:
+        wanted = sum((e.prompts.get(each.rid, 0) + before[each.rid] - 1) % page_size == 0 for each in staying)
+        if wanted <= spare_pages:
+            return
+        yield victim.rid
+        staying = [each for each in staying if each is not victim]
+        spare_pages += len(victim.private_pages)
+        for page in victim.pages[: victim.shared_pages]:
+            locks[page] -= 1
+            spare_pages += not locks[page]
+
+
+def _this_round(e: Evidence, rid: str) -> int:
+    return e.taken.get(rid, 0)
+
+
+def _running(s: Snapshot | None) -> list[LiveRequest]:
+    return [] if s is None else [each for each in s.live if each.decoding]
