@@ -19,7 +19,7 @@ from kvledger.policy import SchedulePolicy, continuation_limit, ordered, prefill
 from kvledger.pool import OutOfPages, PrefillOutOfMemory
 from kvledger.record import Decision, DecisionKind, RoundRecord, Snapshot
 from kvledger.request import Output, Prompt, Request, RequestState
-from kvledger.rules import AccountingRules
+from kvledger.rules import SOUND_BESIDE_DECODE, SOUND_PRESETS, AccountingRules
 from kvledger.slots import StateSlots
 from kvledger.views import decision_of, device_page, failure_of, ledger_facts, snapshot_of
 
@@ -87,6 +87,12 @@ class NodeSettings:
         return self.pool_pages * self.page_size - 1 - self.page_size - prompt_tokens
 
     @property
+    def sound_presets(self) -> frozenset[str]:
+        """Presets under which nothing may break on such a node."""
+        in_turn = self.mode == "prefill" and self.schedule_policy != "shortest-prefill-first"
+        return SOUND_PRESETS if in_turn else SOUND_BESIDE_DECODE
+
+    @property
     def request_slots(self) -> int | None:
         """A pipeline stage's share of the request slots; at least one."""
         limit = self.max_running_requests
@@ -130,6 +136,7 @@ class PrefillNode(Occupancy):
         self.live: dict[str, Request] = {}
         self.rounds = 0
         self._arrivals = 0
+        self._candidates: Iterable[Request] = ()
         self._unsettled: PrefillAdder | None = None
         self.slots = self._open_slots()
         self.tree.mover = self.slots
@@ -190,9 +197,9 @@ class PrefillNode(Occupancy):
         failure: PrefillOutOfMemory | None = None
         batch_is_full = False
         try:
-            queue = self._queue()
-            self._resume(adder, decisions, queue)
-            batch_is_full = self._admit(adder, decisions, queue)
+            self._candidates = self._queue()
+            self._resume(adder, decisions)
+            batch_is_full = self._admit(adder, decisions)
         except PrefillOutOfMemory as error:
             failure = error
         facts = ledger_facts(adder)
@@ -259,13 +266,15 @@ class PrefillNode(Occupancy):
         self._match(request)
         return request.prefix_tokens + request.host_hit_tokens
 
-    def _resume(self, adder: PrefillAdder, decisions: list[Decision], queue: Iterable[Request]) -> None:
+    def _resume(self, adder: PrefillAdder, decisions: list[Decision]) -> None:
         """Step 2."""
         request = self.chunked_req
         if request is None:
             return
         if self.settings.schedule_policy == "shortest-prefill-first":
-            work_tokens = (prefill_work(each, each.prefix_tokens + each.host_hit_tokens) for each in queue)
+            work_tokens = (
+                prefill_work(each, each.prefix_tokens + each.host_hit_tokens) for each in self._candidates
+            )
             left_tokens = request.prompt_tokens - request.prefix_tokens
             adder.chunked_req_limit = continuation_limit(
                 work_tokens, left_tokens, adder.rem_chunk_tokens, self.page_size
@@ -275,12 +284,12 @@ class PrefillNode(Occupancy):
         kind: DecisionKind = "deferred" if adder.deferred else "resumed"
         self._decided(decisions, decision_of(adder, request, kind))
 
-    def _admit(self, adder: PrefillAdder, decisions: list[Decision], queue: Iterable[Request]) -> bool:
+    def _admit(self, adder: PrefillAdder, decisions: list[Decision]) -> bool:
         """Step 3: the queue, until an answer that is not CONTINUE. Says whether room was what ended it: of memory, or
         of request slots."""
         state = AddReqResult.CONTINUE
         admitted: list[Request] = []
-        for request in queue:
+        for request in self._candidates:
             if adder.can_run_list:
                 state = adder.budget_state()
             if state is AddReqResult.CONTINUE:

@@ -22,13 +22,14 @@ KERNELS = ROOT / "src" / "kernels"
 
 # Each module may import what stands left of it.
 ORDER = (
-    *("arithmetic", "ledger", "rules", "adder"),
-    *("request", "pool", "radix", "record", "occupancy", "views", "slots", "node"),
+    *("arithmetic", "ledger", "rules", "adder", "decode"),
+    *("request", "pool", "radix", "record", "occupancy", "views", "slots", "policy", "node", "unified_adder", "unified"),
     *("events", "trace", "replay", "evidence", "invariants", "monitor", "shrink", "diagnose"),
 )
 # A helper stands just left of the one module that may import it, among its siblings in this order.
 HELPERS = {
     "checks_decision": "invariants",
+    "checks_decode": "invariants",
     "checks_state": "invariants",
     "saving": "trace",
     "schema": "trace",

@@ -5,9 +5,9 @@ from typing import Literal
 
 import pytest
 
-from kvledger.rules import PRESETS, AccountingRules
+from kvledger.rules import PRESETS, SOUND_BESIDE_DECODE, SOUND_PRESETS, AccountingRules
 
-OFF = {"spend_gap": False, "truncation_align": None, "on_shortage": "force"}
+OFF = {"spend_gap": False, "truncation_align": None, "on_shortage": "force", "decode_yields": True}
 
 
 def test_the_presets_are_the_three_of_the_post_mortem() -> None:
@@ -36,3 +36,13 @@ def test_rules_cannot_be_changed_in_place() -> None:
 def test_rules_with_equal_switches_are_equal_and_can_be_keys() -> None:
     assert {AccountingRules(reserve_tail=True): 1}[PRESETS["tail-reserved"]] == 1
     assert AccountingRules() != AccountingRules(spend_gap=True)
+
+
+@pytest.mark.parametrize(("reserve_tail", "decode_yields", "first"), [(1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 0)])
+def test_decode_yields_only_to_a_tail_that_is_reserved(reserve_tail: int, decode_yields: int, first: int) -> None:
+    rules = AccountingRules(reserve_tail=bool(reserve_tail), decode_yields=bool(decode_yields))
+    assert rules.tail_first is bool(first)
+
+
+def test_what_is_sound_beside_decode_puts_the_tail_first() -> None:
+    assert {name for name in SOUND_PRESETS if PRESETS[name].tail_first} == SOUND_BESIDE_DECODE == {"tail-reserved"}

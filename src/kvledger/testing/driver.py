@@ -31,7 +31,7 @@ def example(
     settings = space.settings(**_draw(rng, space.domains))
     watching = monitor()
     drawn_rules = draw_rules(rules, settings, **_draw(rng, RULES_DOMAINS))
-    world = World(Replay(settings, drawn_rules, target=target, monitor=watching))
+    world = space.opened(Replay(settings, drawn_rules, target=target, monitor=watching))
     moves = rng.sample(space.moves, rng.randint(3, len(space.moves)))
     for _ in range(rng.randint(4, MOVES_PER_EXAMPLE)):
         move = rng.choice(moves)

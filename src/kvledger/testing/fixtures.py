@@ -10,7 +10,7 @@ from pathlib import Path
 from kvledger.monitor import checked_replay
 from kvledger.node import PrefillNode
 from kvledger.replay import TargetFactory
-from kvledger.rules import PRESETS, SOUND_PRESETS
+from kvledger.rules import PRESETS
 from kvledger.targets import TARGETS
 from kvledger.trace import Trace, TraceError, dumps, write
 
@@ -28,7 +28,7 @@ def expectations(trace: Trace, *, target: TargetFactory = PrefillNode) -> dict[s
             verdict = checked_replay(trace, rules, target=target).verdict
         except TraceError:
             continue
-        verdicts[name] = verdict if verdict == "stuck" or name not in SOUND_PRESETS else "ok"
+        verdicts[name] = verdict if verdict == "stuck" or name not in trace.node.sound_presets else "ok"
     return verdicts
 
 

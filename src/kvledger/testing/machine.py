@@ -66,7 +66,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         space = self.under_test.space
         settings = space.settings(**{name: drawn[name] for name in space.domains})
         rules = draw_rules(self.under_test.rules, settings, **{name: drawn[name] for name in RULES_DOMAINS})
-        self.world = World(Replay(settings, rules, target=self.under_test.target, monitor=self.monitor))
+        self.world = space.opened(Replay(settings, rules, target=self.under_test.target, monitor=self.monitor))
 
     def act(self, action: tuple[Move, dict[str, int]]) -> None:
         move, arguments = action

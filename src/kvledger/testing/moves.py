@@ -28,7 +28,7 @@ from kvledger.node import FIRST_TOKEN, NodeSettings
 from kvledger.record import Snapshot
 from kvledger.replay import Replay
 from kvledger.request import Prompt
-from kvledger.rules import AccountingRules
+from kvledger.rules import SOUND_PRESETS, AccountingRules
 
 Domain = tuple[int, int]
 """Bounds of a drawn integer, both included. 0 is the simplest."""
@@ -82,7 +82,7 @@ class Space:
     """The nodes, and the moves, that a search draws: domains of integers, and the settings they stand for.
 
     `examples`: how many a search without a number tries. Not `thorough`: too few to meet every branch. `name` goes with
-    a preset's where the space is not the usual one. `before_drain` is for what a drain would take too long over.
+    a preset's where the space is not the usual one; nothing may break under the `sound` presets. `before_drain` is for what a drain would take too long over.
     """
 
     domains: Mapping[str, Domain]
@@ -91,7 +91,13 @@ class Space:
     examples: int = 1000
     thorough: bool = True
     name: str = ""
+    sound: frozenset[str] = SOUND_PRESETS
     before_drain: Callable[[World], None] = lambda _world: None
+    world: Callable[[Replay], World] | None = None
+
+    def opened(self, replay: Replay) -> World:
+        """A world around a new replay."""
+        return (self.world or World)(replay)
 
 
 class World:
@@ -131,6 +137,7 @@ class World:
         snapshot = self.replay.target.snapshot()
         spare_tokens = self.spare_pages(snapshot) * self.settings.page_size
         waiting_tokens = sum(self._charge_tokens(self.replay.prompts[rid].tokens) for rid in snapshot.waiting)
+        spare_tokens -= self._running_tokens(snapshot)
         room_tokens = spare_tokens - waiting_tokens if waiting_tokens < spare_tokens else spare_tokens
         return room_tokens - self._gate_slack() - 1
 
@@ -165,6 +172,10 @@ class World:
 
     def _gate_slack(self) -> int:
         return FIRST_TOKEN + self.settings.page_size
+
+    def _running_tokens(self, snapshot: Snapshot) -> int:  # noqa: ARG002 - for worlds in which somebody runs
+        """What the books reserve for running requests."""
+        return 0
 
     def budget_tokens(self) -> int:
         """The chunk budget of a round, or with chunking off half the pool."""

@@ -7,15 +7,17 @@ from collections.abc import Iterable, Sequence
 
 from kvledger.adder import AddReqResult
 from kvledger.arithmetic import floor_tokens
+from kvledger.decode import CLIP_MAX_NEW_TOKENS
 from kvledger.events import (
     Abort,
     Cached,
     Event,
+    Finish,
     Hold,
     Release,
     Transferred,
 )
-from kvledger.evidence import needed_pages_of
+from kvledger.evidence import is_simulated, needed_pages_of
 from kvledger.invariants import INVARIANTS, Invariant
 from kvledger.monitor import InvariantMonitor
 from kvledger.record import Decision, RoundRecord
@@ -61,6 +63,26 @@ BRANCHES: tuple[str, ...] = (
     "stuck",
 )
 
+DECODE_BRANCHES: tuple[str, ...] = (
+    "decoded",
+    "decoded in a mixed batch",
+    "decoded beside a half-done request",
+    "output done",
+    "output ended early",
+    "retracted",
+    "came back",
+    "preempted",
+    "no request slot",
+    "out of turn by policy",
+    "cut short for shorter ones",
+    "output beyond the clip",
+    "all can end: admitted",
+    "all can end: refused",
+    "given up by the node",
+)
+"""What only a node that decodes can reach."""
+
+_ONLY_WITH_OUTSIDERS = frozenset({"given up by the node"})
 _ONLY_WHEN_BROKEN = frozenset({"forced", "deferred", "resumed, cut by memory", "out of memory"})
 _ONLY_WITH_COARSE_GRID = frozenset(
     {
@@ -73,8 +95,11 @@ _ONLY_WITH_COARSE_GRID = frozenset(
 )
 
 
-def expected_branches(rules: AccountingRules, *, sound: bool) -> tuple[str, ...]:
-    """The branches that a search under these rules must have reached to prove anything."""
+def expected_branches(rules: AccountingRules, *, sound: bool, decode: bool = False) -> tuple[str, ...]:
+    """The branches that a search under these rules must have reached to prove anything; `decode`: beside decode,
+    where those of prefill are not asked for once more."""
+    if decode:
+        return tuple(branch for branch in DECODE_BRANCHES if branch not in _ONLY_WITH_OUTSIDERS)
     out_of_reach = {"stuck"}  # only outsiders' locks and holds lead there, or a broken invariant
     if sound:
         out_of_reach |= _ONLY_WHEN_BROKEN
@@ -98,6 +123,8 @@ class SearchMonitor(InvariantMonitor):
         earlier = tuple(self.evidence.earlier)
         super().after_decision(decision)
         self.reached.update(self._decision_branches(decision, earlier))
+        if self.evidence.settings.mode == "unified":
+            self.reached.update(self._output_branches(decision, earlier))
         needed_pages = sum(needed_pages_of(request, self.evidence.page_size) for request in self.evidence.after.live)
         slack_pages = self.evidence.after.baseline_pages - needed_pages
         if self.least_slack_pages is None or slack_pages < self.least_slack_pages:
@@ -107,6 +134,8 @@ class SearchMonitor(InvariantMonitor):
         super().after_round(record)
         self.rounds += 1
         self.reached.update(_round_branches(record))
+        if self.evidence.settings.mode == "unified":
+            self.reached.update(self._decode_branches(record))
 
     def after_event(self, event: Event) -> None:
         super().after_event(event)
@@ -121,6 +150,38 @@ class SearchMonitor(InvariantMonitor):
     def finished(self, outcome: Outcome) -> None:
         """An example is over: count what only its outcome tells."""
         self.reached["rejected at submit"] += len(outcome.rejected_at_submit)
+
+    def _decode_branches(self, record: RoundRecord) -> Iterable[str]:
+        half_done = any(not request.in_flight for request in self.evidence.after.live)
+        told = {
+            "decoded": bool(record.decoded),
+            "decoded in a mixed batch": bool(record.decoded and record.joined),
+            "decoded beside a half-done request": bool(record.decoded and half_done),
+            "output done": bool(record.finished),
+            "retracted": len(record.retracted) > len(record.preempted),
+            "preempted": bool(record.preempted),
+            "given up by the node": bool(record.aborted),
+            "no request slot": record.batch_is_full and not record.refused,
+        }
+        return [branch for branch, reached in told.items() if reached]
+
+    def _output_branches(self, decision: Decision, earlier: Sequence[Decision]) -> Iterable[str]:
+        e, rid = self.evidence, decision.request
+        if decision.kind == "resumed":
+            budget = e.settings.chunked_prefill_size
+            waits = decision.rem_chunk_tokens is not None and decision.rem_chunk_tokens >= e.page_size
+            if decision.tail_tokens and waits and budget and e.settings.schedule_policy == "shortest-prefill-first":
+                yield "cut short for shorter ones"
+            return
+        if is_simulated(e, decision):
+            yield f"all can end: {'admitted' if decision.joined else 'refused'}"
+        elif e.outputs[rid].max_new_tokens > CLIP_MAX_NEW_TOKENS and decision.joined:
+            yield "output beyond the clip"
+        if e.generated.get(rid) and decision.joined:
+            yield "came back"
+        place = sum(1 for d in earlier if d.kind not in ("resumed", "deferred"))
+        if place < len(e.queue) and e.queue[place] != rid:
+            yield "out of turn by policy"
 
     def _decision_branches(self, decision: Decision, earlier: Sequence[Decision]) -> Iterable[str]:
         if decision.kind == "refused":
@@ -210,4 +271,6 @@ def _event_branch(event: Event) -> str | None:
             return "held"
         case Release():
             return "released"
+        case Finish():
+            return "output ended early"
     return None

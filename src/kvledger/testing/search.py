@@ -19,7 +19,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from kvledger.monitor import checked_replay
 from kvledger.node import PrefillNode
 from kvledger.replay import Broken, TargetFactory
-from kvledger.rules import PRESETS, SOUND_PRESETS
+from kvledger.rules import PRESETS
 from kvledger.shrink import shrink
 from kvledger.testing.driver import MOVES_PER_EXAMPLE, example, trace_of
 from kvledger.testing.machine import AdmissionMachine, InvariantBroken, observing, state_machine
@@ -53,16 +53,27 @@ class Found:
 
 @dataclass(slots=True)
 class SearchResult:
-    """What the search of one preset did. `missing` are branches it should have reached and did not."""
+    """What the search of one preset did. `missing` are branches it should have reached and did not; `space` says
+    where it searched, if that is not the usual space."""
 
     rules: str
     sound: bool
+    space: str = ""
     examples: int = 0
     rounds: int = 0
     seconds: float = 0.0
     reached: Counter[str] = field(default_factory=Counter)
     missing: tuple[str, ...] = ()
     found: Found | None = None
+
+    @property
+    def title(self) -> str:
+        return f"{self.rules} {self.space}".strip()
+
+    @property
+    def must_reach(self) -> tuple[str, ...]:
+        """Branches that it proves nothing without."""
+        return expected_branches(PRESETS[self.rules], sound=self.sound, decode=bool(self.space))
 
     @property
     def as_expected(self) -> bool:
@@ -80,22 +91,16 @@ def search(
     space: Space = NODE_SPACE,
 ) -> SearchResult:
     """Search a preset with `examples` of Hypothesis's examples (fewer once it fails), and plain ones for volume."""
-    result = SearchResult(rules, rules in SOUND_PRESETS)
+    result = SearchResult(rules, rules in space.sound, space.name)
     started = time.perf_counter()
     driven = examples * driven_per_example
     total = examples + driven
     _shrinking_search(result, examples, seed, target, space, lambda done: progress(rules, done, total))
     _driven_search(result, driven, seed, target, space, lambda done: progress(rules, examples + done, total))
     if space.thorough:
-        result.missing = _missing(result)
+        result.missing = tuple(branch for branch in result.must_reach if not result.reached[branch])
     result.seconds = time.perf_counter() - started
     return result
-
-
-def _missing(result: SearchResult) -> tuple[str, ...]:
-    return tuple(
-        branch for branch in expected_branches(PRESETS[result.rules], sound=result.sound) if not result.reached[branch]
-    )
 
 
 def _shrinking_search(
@@ -178,12 +183,13 @@ def _driven_search(
 
 
 def document(results: list[SearchResult], paths: Mapping[str, str]) -> dict[str, Any]:
-    """The results as JSON; `paths` are the fixtures written, by preset."""
+    """The results as JSON; `paths` are the fixtures written, by title."""
     return {
         "as_expected": all(result.as_expected for result in results),
         "results": [
             {
                 "rules": result.rules,
+                **({"space": result.space} if result.space else {}),
                 "expected": "no failure" if result.sound else "a failure",
                 "as_expected": result.as_expected,
                 "examples": result.examples,
@@ -200,7 +206,7 @@ def document(results: list[SearchResult], paths: Mapping[str, str]) -> dict[str,
                     "shrink_seconds": round(result.found.shrink_seconds, 3),
                     "replays": result.found.replays,
                     "events": len(result.found.trace.events),
-                    "fixture": paths.get(result.rules),
+                    "fixture": paths.get(result.title),
                 },
             }
             for result in results

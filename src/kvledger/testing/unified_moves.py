@@ -6,84 +6,158 @@ drain decodes them token by token; the few that are longer than any promise coun
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
+from kvledger.decode import promised_output
 from kvledger.events import Abort, Decode, Event, Finish, Submit
+from kvledger.evidence import decode_tokens
+from kvledger.monitor import InvariantMonitor
 from kvledger.node import NodeSettings
 from kvledger.policy import SchedulePolicy
+from kvledger.record import Snapshot
+from kvledger.replay import Replay
 from kvledger.request import Output
-from kvledger.testing.moves import MOVES, NODE_DOMAINS, PICK, Domain, Move, Space, World, draw_settings
+from kvledger.rules import SOUND_BESIDE_DECODE
+from kvledger.testing.moves import (
+    MOVES,
+    NODE_DOMAINS,
+    PICK,
+    Domain,
+    Move,
+    Space,
+    World,
+    draw_settings,
+    submit_short,
+)
 
-MOST_DRAINED_TOKENS = 48
+BEYOND_CLIP = 4200
+MOST_DRAINED_TOKENS = 24
+WIDE_TOKENS = 8192
 """Outputs that are longer are given up before a drain."""
+
+PAGES = (0, 0, 0, 0, 1, 1, 2, 3)
+"""Fine pages more often: on coarse ones decode takes long to need anything."""
 
 UNIFIED_DOMAINS: Mapping[str, Domain] = {
     **NODE_DOMAINS,
-    "policy": (0, 7),
-    "mixed": (0, 1),
+    "page": (0, len(PAGES) - 1),
+    "chunk_grids": (0, 1),
+    "pool_chunks": (1, 6),
+    "policy": (0, 8),
+    "mixed": (0, 2),
     "slots": (0, 9),
     "stages": (0, 3),
     "threshold": (0, 3),
     "ratio": (0, 4),
     "cache": (0, 5),
+    "width": (0, 9),
 }
 
 POLICIES: tuple[SchedulePolicy, ...] = (
     *("fcfs", "fcfs", "fcfs", "priority", "priority", "priority"),
-    *("lpm", "shortest-prefill-first"),
+    *("lpm", "shortest-prefill-first", "shortest-prefill-first"),
 )
 
 
-def draw_unified(
-    policy: int, mixed: int, slots: int, stages: int, threshold: int, ratio: int, cache: int, **sizes: int
+def draw_unified(  # noqa: PLR0913, PLR0917 - one argument a domain
+    page: int, policy: int, mixed: int, slots: int, stages: int, threshold: int, ratio: int, cache: int, width: int, **sizes: int
 ) -> NodeSettings:
     """A node of the prefill space that decodes too."""
     schedule_policy = POLICIES[policy]
     limit = (None, None, None, None, 1, 2, 2, 3, 4, 8)[slots]
-    settings = draw_settings(**sizes)
+    settings = draw_settings(PAGES[page], **sizes)
     return replace(
         settings,
+        pool_tokens=settings.pool_tokens + (WIDE_TOKENS if width == 9 else 0),
         mode="unified",
         schedule_policy=schedule_policy,
         mixed_chunk=bool(mixed),
         max_running_requests=limit,
         pp_size=2 if limit is not None and limit >= 2 and stages == 3 else 1,
         preemption_threshold=(None, 0, 0, 1)[threshold] if schedule_policy == "priority" else None,
-        new_token_ratio_percent=(70, 70, 1, 30, 100)[ratio],
+        new_token_ratio_percent=(70, 1, 1, 30, 100)[ratio],
         prefix_cache=cache != 5,
     )
 
 
-OUTPUT: Mapping[str, Domain] = {"length": (0, 13), "ignore": (0, 3), "priority": (0, 3)}
+OUTPUT: Mapping[str, Domain] = {"length": (0, 8), "ignore": (0, 4), "priority": (0, 3)}
+
+Landmark = Callable[["UnifiedWorld"], int]
 
 
-def output_of(world: World, length: int, ignore: int, priority: int) -> Output:
-    """An output at or near a landmark: a token, a page, what is left of the pool, more than any promise counts on."""
-    page = world.settings.page_size
-    room = world.room_tokens()
-    tokens = (1, 2, 2, 3, page, page + 1, 2 * page, 3 * page + 1, room // 4, room // 2, room, 10, 40, 4200)[length]
-    tokens = max(1, tokens if length == len(OUTPUT_LENGTHS) - 1 else min(tokens, MOST_DRAINED_TOKENS))
-    by_priority = world.settings.schedule_policy == "priority"
-    return Output(tokens, ignore == 3, (0, 1, 2, -1)[priority] if by_priority else 0)
+def _page(world: World) -> int:
+    return world.settings.page_size
 
 
-OUTPUT_LENGTHS = range(OUTPUT["length"][1] + 1)
+LITTLE: tuple[Landmark, ...] = (
+    lambda _: 1,
+    lambda _: 1,
+    lambda _: 1,
+    lambda _: 2,
+    lambda _: 3,
+    _page,
+    lambda world: _page(world) + 1,
+    lambda world: world.room_tokens() // 4,
+    lambda world: 2 * _page(world),
+)
+"""Outputs of long prompts: what matters is the prompt."""
+PLENTY: tuple[Landmark, ...] = (
+    lambda world: world.room_tokens() - _page(world),
+    lambda world: world.room_tokens() - _page(world),
+    lambda world: world.room_tokens() - 2 * _page(world),
+    lambda world: world.room_tokens() // 2,
+    lambda world: 3 * _page(world) + 1,
+    lambda world: _page(world) + 1,
+    lambda _: 10,
+    lambda _: 2,
+    lambda world: BEYOND_CLIP if world.largest_tokens() > BEYOND_CLIP else 3,
+)
+"""Outputs of short prompts: they run beside what is long."""
 
 
-def _with_output(make: Callable[..., Event]) -> Callable[..., Event]:
-    """A move whose requests, if it makes one, come with an output."""
+class UnifiedWorld(World):
+    """A world whose gate also asks for outputs. `output` is the one of the request that is being made."""
 
-    def move(world: World, length: int, ignore: int, priority: int, **arguments: int) -> Event:
+    def __init__(self, replay: Replay) -> None:
+        super().__init__(replay)
+        self.output = Output()
+
+    def _gate_slack(self) -> int:
+        return promised_output(self.output.max_new_tokens, 0) + self.settings.page_size
+
+    def _running_tokens(self, snapshot: Snapshot) -> int:
+        monitor = self.replay.monitor
+        if not isinstance(monitor, InvariantMonitor):
+            return 0
+        _, shares = decode_tokens(monitor.evidence, snapshot)
+        mixed = sum(request.decoding for request in snapshot.live) if self.settings.mixed_chunk else 0
+        return math.ceil(shares) + mixed
+
+
+def _with_output(make: Callable[..., Event], landmarks: tuple[Landmark, ...]) -> Callable[..., Event]:
+    """A move whose requests, if it makes one, come with an output at a landmark."""
+
+    def move(world: UnifiedWorld, length: int, ignore: int, priority: int, **arguments: int) -> Event:
+        world.output = Output()
+        tokens = landmarks[length](world)
+        tokens = tokens if tokens == BEYOND_CLIP else max(1, min(tokens, MOST_DRAINED_TOKENS))
+        by_priority = world.settings.schedule_policy == "priority"
+        world.output = Output(tokens, ignore == 4, (0, 1, 2, -1)[priority] if by_priority else 0)
         event = make(world, **arguments)
-        return replace(event, output=output_of(world, length, ignore, priority)) if _is_submit(event) else event
+        return replace(event, output=world.output) if isinstance(event, Submit) else event
 
     return move
 
 
-def _is_submit(event: Any) -> bool:
-    return isinstance(event, Submit)
+def submit_growing(world: UnifiedWorld, length: int, ignore: int, priority: int) -> Event:
+    """A short prompt with an output that could fill what is left: a few of them, and not all can go on."""
+    return _with_output(_submit_page, PLENTY)(world, length, ignore, priority)
+
+
+def _submit_page(world: World) -> Event:
+    return submit_short(world, landmark=4, step=0)
 
 
 def decode(_world: World) -> Event:
@@ -108,12 +182,29 @@ def before_drain(world: World) -> None:
 UNIFIED_MOVES: tuple[Move, ...] = (
     Move("round", {}, MOVES[0].make),
     *(
-        Move(move.name, {**move.domains, **OUTPUT}, _with_output(move.make)) if move.name.startswith("submit") else move
+        Move(
+            move.name,
+            {**move.domains, **OUTPUT},
+            _with_output(move.make, LITTLE if move.name == "submit_long" else PLENTY),
+        )
+        if move.name.startswith("submit")
+        else move
         for move in MOVES[1:]
     ),
     Move("decode", {}, decode),
+    Move("submit_growing", OUTPUT, submit_growing),
+    Move("submit_growing", OUTPUT, submit_growing),
     Move("finish", {"pick": PICK}, finish),
 )
 
-UNIFIED_SPACE = Space(UNIFIED_DOMAINS, draw_unified, UNIFIED_MOVES, name="unified", before_drain=before_drain)
+UNIFIED_SPACE = Space(
+    UNIFIED_DOMAINS,
+    draw_unified,
+    UNIFIED_MOVES,
+    examples=300,
+    name="beside decode",
+    sound=SOUND_BESIDE_DECODE,
+    before_drain=before_drain,
+    world=UnifiedWorld,
+)
 """Nodes that decode beside their prefill, under every schedule policy."""

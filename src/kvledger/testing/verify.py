@@ -16,8 +16,9 @@ from kvledger.replay import TargetFactory
 from kvledger.rules import PRESETS, SOUND_PRESETS
 from kvledger.testing.fixtures import save_fixture
 from kvledger.testing.moves import NODE_SPACE, Space
-from kvledger.testing.reached import BRANCHES, expected_branches
+from kvledger.testing.reached import BRANCHES, DECODE_BRANCHES
 from kvledger.testing.search import Progress, SearchResult, document, search
+from kvledger.testing.unified_moves import UNIFIED_SPACE
 
 DEFAULT_SAVE = "kvledger-found"
 
@@ -37,20 +38,23 @@ def command(
     target = target or PrefillNode
     space: Space = getattr(target, "space", NODE_SPACE)
     names = list(rules) or [name for name in PRESETS if space.thorough or name in SOUND_PRESETS]
+    searches = [(name, space) for name in names]
+    if target is PrefillNode:
+        searches += [(name, UNIFIED_SPACE) for name in names if name in UNIFIED_SPACE.sound]
     with _progress() as progress:
         results = [
             search(
                 name,
-                examples=examples or space.examples,
+                examples=examples or each.examples,
                 seed=seed or 0,
                 target=target,
                 progress=progress,
-                space=space,
+                space=each,
             )
-            for name in names
+            for name, each in searches
         ]
     paths = {
-        result.rules: str(save_fixture(result.found.trace, result.found.invariant, save or DEFAULT_SAVE))
+        result.title: str(save_fixture(result.found.trace, result.found.invariant, save or DEFAULT_SAVE))
         for result in results
         if result.found is not None
     }
@@ -88,13 +92,13 @@ def _print_tables(console: Console, results: Sequence[SearchResult], paths: Mapp
     for result in results:
         if result.found is not None:
             found = result.found
-            console.print(f"[bold]{result.rules}[/] breaks {found.invariant}: {escape(found.message)}")
+            console.print(f"[bold]{result.title}[/] breaks {found.invariant}: {escape(found.message)}")
             events, replays = len(found.trace.events), found.replays
             console.print(
-                f"  shrunk to {events} events in {replays:,} replays: {escape(paths[result.rules])}", soft_wrap=True
+                f"  shrunk to {events} events in {replays:,} replays: {escape(paths[result.title])}", soft_wrap=True
             )
         if result.missing:
-            console.print(f"[bold red]{result.rules} never reached: {', '.join(result.missing)}[/]")
+            console.print(f"[bold red]{result.title} never reached: {', '.join(result.missing)}[/]")
 
 
 def _verdict_table(results: Sequence[SearchResult]) -> Table:
@@ -108,7 +112,7 @@ def _verdict_table(results: Sequence[SearchResult]) -> Table:
     for result in results:
         found = result.found
         table.add_row(
-            result.rules,
+            result.title,
             f"{result.examples:,}",
             f"{result.rounds:,}",
             f"{result.seconds:.1f}",
@@ -120,9 +124,10 @@ def _verdict_table(results: Sequence[SearchResult]) -> Table:
 
 
 def _reached_table(results: Sequence[SearchResult]) -> Table:
-    table = _table("reached", *_right(*(result.rules for result in results)))
-    expected = [expected_branches(PRESETS[result.rules], sound=result.sound) for result in results]
-    for branch in BRANCHES:
+    table = _table("reached", *_right(*(result.title for result in results)))
+    expected = [result.must_reach for result in results]
+    beside_decode = any(result.space for result in results)
+    for branch in (*BRANCHES, *(DECODE_BRANCHES if beside_decode else ())):
         table.add_row(
             branch,
             *(
