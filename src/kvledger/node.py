@@ -207,7 +207,7 @@ class PrefillNode(Occupancy):
             failure = self._allocate_batch(adder)
         if failure is None:
             self._run_batch(adder)
-            self._beside(adder)
+            failure = self._beside(adder)
         return self._record(facts, counters, tuple(decisions), batch_is_full, failure)
 
     def _record(
@@ -236,8 +236,9 @@ class PrefillNode(Occupancy):
             **facts,
         )
 
-    def _beside(self, adder: PrefillAdder) -> None:
+    def _beside(self, adder: PrefillAdder) -> PrefillOutOfMemory | None:  # noqa: ARG002 - for those who decode
         """What runs beside a prefill batch, or in the place of one: here nothing does."""
+        return None
 
     def _open_books(self) -> PrefillAdder:
         """Step 1: both offsets 0, full compute budgets."""

@@ -14,6 +14,7 @@ from kvledger.adder import PrefillAdder
 from kvledger.arithmetic import ceil_pages
 from kvledger.decode import NewTokenRatio, retraction_order
 from kvledger.node import NodeSettings, PrefillNode, Watcher
+from kvledger.pool import OutOfPages, PrefillOutOfMemory
 from kvledger.record import RoundRecord
 from kvledger.request import Prompt, Request, RequestState
 from kvledger.rules import AccountingRules
@@ -88,8 +89,8 @@ class UnifiedNode(PrefillNode):
         counters = self._counters()
         adder = self._unsettled = self._books(0)
         facts = ledger_facts(adder)
-        self._decode_alone()
-        return self._record(facts, counters)
+        failure = self._beside(adder)
+        return self._record(facts, counters, (), False, failure)
 
     def _open_books(self) -> PrefillAdder:
         return self._books(len(self.running) if self.settings.mixed_chunk else 0)
@@ -115,17 +116,21 @@ class UnifiedNode(PrefillNode):
         request.state = RequestState.RUNNING
         request.generated_tokens += 1
 
-    def _beside(self, adder: PrefillAdder) -> None:
+    def _beside(self, adder: PrefillAdder) -> PrefillOutOfMemory | None:
         """Decode: in a mixed batch, or alone where there is no batch. Then those whose prompt is done join it."""
-        if not adder.can_run_list:
-            self._decode_alone()
-        elif self.settings.mixed_chunk and self.running:
-            self._make_room()
-            self._decode()
+        try:
+            if not adder.can_run_list:
+                self._decode_alone()
+            elif self.settings.mixed_chunk and self.running:
+                self._make_room()
+                self._decode()
+        except PrefillOutOfMemory as error:
+            return error
         for chunk in adder.can_run_list:
             request = self.live.get(chunk.request.rid)
             if request is not None and request.state is RequestState.RUNNING:
                 self._join(request)
+        return None
 
     def _join(self, request: Request) -> None:
         if request.generated_tokens >= request.output.max_new_tokens:
@@ -158,7 +163,11 @@ class UnifiedNode(PrefillNode):
 
     def _grow(self, request: Request) -> None:
         """A slot for the token that it has generated last."""
-        request.pages += self.tree.allocate(ceil_pages(request.prefix_tokens + 1, self.page_size) - len(request.pages))
+        pages = ceil_pages(request.prefix_tokens + 1, self.page_size) - len(request.pages)
+        try:
+            request.pages += self.tree.allocate(pages)
+        except OutOfPages as error:
+            raise PrefillOutOfMemory(request.rid, 1, error.free_tokens, error.evictable_tokens) from error
         request.prefix_tokens += 1
 
     def _end(self, request: Request) -> None:

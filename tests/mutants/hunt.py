@@ -10,6 +10,7 @@ from kvledger.node import NodeSettings, Watcher
 from kvledger.replay import Target, TargetFactory
 from kvledger.rules import AccountingRules
 from kvledger.testing.driver import example
+from kvledger.testing.moves import NODE_SPACE, Space
 from kvledger.testing.reached import SearchMonitor
 from tests.mutants.mutant import Mutant
 
@@ -58,7 +59,7 @@ def hunt(mutant: Mutant, *, most: int, least: int = LEAST_EXAMPLES) -> Hunt:
         except NotWorthAnExampleError:
             continue
         found.examples += 1
-        found.excused = sorted({*found.excused, *broken_without(mutant.base, mutant.rules, seed)})
+        found.excused = sorted({*found.excused, *broken_without(mutant.base, mutant.rules, seed, mutant.space)})
         for invariant in broken:
             found.first_broken.setdefault(invariant, found.examples)
         if crash:
@@ -68,10 +69,10 @@ def hunt(mutant: Mutant, *, most: int, least: int = LEAST_EXAMPLES) -> Hunt:
 
 
 @cache
-def broken_without(base: TargetFactory, rules: AccountingRules, seed: int) -> tuple[str, ...]:
+def broken_without(base: TargetFactory, rules: AccountingRules, seed: int, space: Space = NODE_SPACE) -> tuple[str, ...]:
     """What the unchanged node breaks on this example. If it crashes, that is a bug, and no business of a mutant."""
     watching = SearchMonitor()
-    example(random.Random(seed), rules, target=base, monitor=lambda: watching)
+    example(random.Random(seed), rules, target=base, monitor=lambda: watching, space=space)
     return tuple(broken.invariant for broken in watching.broken)
 
 
@@ -86,7 +87,7 @@ def _broken_with(mutant: Mutant, seed: int) -> tuple[tuple[str, ...], str]:
     watching = SearchMonitor()
     crash = ""
     try:
-        example(random.Random(seed), mutant.rules, target=build, monitor=lambda: watching)
+        example(random.Random(seed), mutant.rules, target=build, monitor=lambda: watching, space=mutant.space)
     except NotWorthAnExampleError:
         raise
     except Exception as error:  # whatever a mutant runs into

@@ -14,6 +14,10 @@ from kvledger.pool import PagePool
 from kvledger.radix import PrefixTree
 from kvledger.replay import TargetFactory
 from kvledger.rules import PRESETS, AccountingRules
+from kvledger.testing.moves import NODE_SPACE, Space
+from kvledger.testing.unified_moves import UNIFIED_SPACE
+from kvledger.unified import UnifiedNode
+from kvledger.unified_adder import UnifiedAdder
 
 TAIL_RESERVED = PRESETS["tail-reserved"]
 ALIGNED = PRESETS["aligned"]
@@ -47,6 +51,12 @@ class AssembledNode(PrefillNode):
         return adder
 
 
+def long_beside_decode(settings: NodeSettings) -> bool:
+    """Decode takes part in each of the many rounds that a long prompt needs, on pages that a few tokens fill."""
+    chunk = settings.chunked_prefill_size
+    return settings.mixed_chunk and settings.page_size <= 4 and chunk is not None and chunk <= 4 * settings.page_size
+
+
 class DeferringNode(AssembledNode):
     """The node under rules that defer on a shortage, whatever was drawn."""
 
@@ -67,7 +77,8 @@ class Mutant:
     """One change of the accounting. `killers` are the invariants that must break, and do not without it.
 
     `base` is the same node without the change, where that is not `PrefillNode`. `narrow` says which drawn nodes are
-    worth an example; `most` is how many examples it may take. `report` is the public report that it restates.
+    worth an example; `most` is how many examples it may take. `report` is the public report that it restates; `space`
+    is where it is hunted.
     """
 
     name: str
@@ -79,6 +90,7 @@ class Mutant:
     report: str | None = None
     narrow: Callable[[NodeSettings], bool] | None = None
     most: int = 1500
+    space: Space = NODE_SPACE
 
 
 MUTANTS: dict[str, Mutant] = {}
@@ -94,6 +106,8 @@ def mutant(*killers: str, **traits: Any) -> Callable[[Part], Part]:
         assert part.__doc__ is not None, f"{name} does not say what is wrong"
         assert name not in MUTANTS, f"two mutants are called {name}"
         wrong = " ".join(part.__doc__.split())
+        if issubclass(part, (UnifiedNode, UnifiedAdder)):
+            traits.setdefault("space", UNIFIED_SPACE)
         MUTANTS[name] = Mutant(name=name, wrong=wrong, killers=frozenset(killers), build=node_of(part), **traits)
         return part
 
@@ -104,5 +118,7 @@ def node_of(part: type) -> TargetFactory:
     """A node with this part in its place."""
     if issubclass(part, PrefillNode):
         return part
+    if issubclass(part, UnifiedAdder):
+        return type(f"NodeWith{part.__name__}", (UnifiedNode,), {"adder_type": part})
     attribute = next(attribute for kind, attribute in PARTS if issubclass(part, kind))
     return type(f"NodeWith{part.__name__}", (AssembledNode,), {attribute: part})

@@ -68,9 +68,11 @@ def draw_unified(  # noqa: PLR0913, PLR0917 - one argument a domain
     schedule_policy = POLICIES[policy]
     limit = (None, None, None, None, 1, 2, 2, 3, 4, 8)[slots]
     settings = draw_settings(PAGES[page], **sizes)
+    if width > 5 and settings.page_size >= 16 and settings.chunked_prefill_size is not None:
+        pool_tokens = settings.pool_tokens + WIDE_TOKENS
+        settings = replace(settings, pool_tokens=pool_tokens, chunked_prefill_size=WIDE_TOKENS // 4)
     return replace(
         settings,
-        pool_tokens=settings.pool_tokens + (WIDE_TOKENS if width == 9 else 0),
         mode="unified",
         schedule_policy=schedule_policy,
         mixed_chunk=bool(mixed),
