@@ -129,6 +129,10 @@ class PrefillAdder:
     def rem_input_tokens(self) -> int | None:
         return self.compute.rem_input_tokens
 
+    def output_tokens(self, req: PrefillRequest) -> int:
+        """What gate and charge count on of a request's output."""
+        return self._output_tokens(req)
+
     def budget_state(self) -> AddReqResult:
         """Step 7: may another candidate be looked at?"""
         if self.rem_total_tokens <= 0 or self.cur_rem_tokens <= 0:

@@ -145,6 +145,8 @@ def _changes(rules: AccountingRules, node: NodeSettings) -> Iterator[tuple[str, 
     """Each switch turned to its safe side, the fix first."""
     if not rules.reserve_tail:
         yield "reserve_tail", True
+    if not rules.decode_yields:
+        yield "decode_yields", True
     if not rules.spend_gap:
         yield "spend_gap", True
     if rules.grid_tokens(page_size=node.page_size, node_align=node.checkpoint_align) != node.page_size:

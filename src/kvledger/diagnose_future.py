@@ -244,7 +244,7 @@ def _ending(target: Target, record: RoundRecord) -> bool | None:
         return False
     if all(request.in_flight for request in target.snapshot().live):
         return True
-    if record.joined:
+    if record.joined or record.decoded or record.retracted:
         return None
     in_flight = target.in_flight()
     for request in in_flight:
@@ -255,4 +255,5 @@ def _ending(target: Target, record: RoundRecord) -> bool | None:
 def _most_rounds(run: Replay) -> int:
     """More than any prefill needs: a drain's own bound."""
     pages = sum(ceil_pages(prompt.tokens, run.settings.page_size) for prompt in run.prompts.values())
-    return 2 * pages + 3 * len(run.prompts) + 1
+    output_tokens = sum(output.max_new_tokens for output in run.outputs.values())
+    return 2 * pages + 2 * len(run.prompts) + output_tokens + 1

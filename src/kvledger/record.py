@@ -21,7 +21,7 @@ class Decision:
 
     [start, end) is the chunk (empty for a refusal); `prefix_tokens` the device hit, of which `newly_locked_tokens`
     were evictable until this request's lock; `load_back` what was copied up from the host at once. `no_slot`: it is a
-    state slot that the refused one lacks, not tokens.
+    state slot that the refused one lacks, not tokens. `output_tokens`: what the gate counts on of its output.
     """
 
     request: str
@@ -35,6 +35,7 @@ class Decision:
     reason: AddReqResult | None = None
     forced: bool = False
     no_slot: bool = False
+    output_tokens: int = 1
     baseline: int
     rem_total_tokens: int
     cur_rem_tokens: int

@@ -34,7 +34,11 @@ from kvledger.trace import Trace
 PLAIN_PREFILL: dict[str, Any] = {
     setting.name: setting.default
     for setting in fields(NodeSettings)
-    if setting.name in ("mode", "schedule_policy", "mixed_chunk")
+    if setting.name
+    in (
+        *("mode", "schedule_policy", "mixed_chunk", "max_running_requests", "pp_size"),
+        *("preemption_threshold", "new_token_ratio_percent", "prefix_cache"),
+    )
 }
 """What a node does beyond the simple case, switched off."""
 NODE_SIZES = tuple(setting.name for setting in fields(NodeSettings) if setting.name not in PLAIN_PREFILL)

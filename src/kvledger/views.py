@@ -37,6 +37,7 @@ def decision_of(
         newly_locked_tokens=newly_locked_tokens,
         reason=reason,
         forced=adder.forced and kind == "resumed",
+        output_tokens=adder.output_tokens(request),
         baseline=adder.memory.baseline,
         rem_total_tokens=math.floor(adder.rem_total_tokens),
         cur_rem_tokens=math.floor(adder.cur_rem_tokens),

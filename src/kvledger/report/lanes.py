@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvledger.events import Abort, Round, Submit, Transferred
-from kvledger.record import Decision
+from kvledger.events import Abort, Finish, Round, Submit, Transferred
+from kvledger.record import Decision, RoundRecord
 from kvledger.report.recording import Recording
 from kvledger.report.waterfall import missing_tails
 
-StretchKind = Literal["waiting", "half done", "in flight"]
-Ending = Literal["transferred", "aborted", "rejected"]
+StretchKind = Literal["waiting", "half done", "in flight", "decoding"]
+Ending = Literal["transferred", "finished", "aborted", "rejected"]
 
 
 @dataclass(slots=True)
@@ -90,6 +90,8 @@ def lanes_of(recording: Recording) -> list[Lane]:
                 _answer(lanes, index, step.rounds_before, recording)
             case Transferred(request) if lanes[request].state == "in flight":
                 lanes[request].end(index, "transferred")
+            case Finish(request) if lanes[request].state == "decoding":
+                lanes[request].end(index, "finished")
             case Abort(request) if lanes[request].ended is None:
                 lanes[request].end(index, "aborted")
     return list(lanes.values())
@@ -107,13 +109,24 @@ def _answer(lanes: dict[str, Lane], step: int, round_index: int, recording: Reco
         if not decision.joined:
             continue
         if ran and not decision.tail_tokens:
-            lane.begin("in flight", step)
+            lane.begin("decoding" if recording.trace.node.mode == "unified" else "in flight", step)
         elif ran:
             lane.begin("half done", step)
         else:
             lane.close(step)
+    _decoded(lanes, step, record)
     if record.failure is not None and record.failure.request in lanes:
         lanes[record.failure.request].failed_step = step
+
+
+def _decoded(lanes: dict[str, Lane], step: int, record: RoundRecord) -> None:
+    """Who went back to the queue, was given up, or has its output."""
+    for request in record.retracted:
+        lanes[request].begin("waiting", step)
+    for request, _ in record.aborted:
+        lanes[request].end(step, "aborted")
+    for request in record.finished:
+        lanes[request].end(step, "finished")
 
 
 def with_news(lanes: Iterable[Lane], named: Iterable[str | None]) -> tuple[list[Lane], list[Lane]]:

@@ -28,7 +28,7 @@ _CLAIMS = (
 _LANE_KEYS = (
     *(("waiting", "waiting"), ("whole", "chunk"), ("truncated", "cut chunk"), ("load-back", "load-back")),
     *(("refused", "refused"), ("forced", "forced"), ("failed", "out of memory"), ("in-flight", "in flight")),
-    ("transferred", "transferred"),
+    *(("decoding", "decoding"), ("transferred", "transferred"), ("finished", "output done")),
     ("missing", "tail in no entry"),
 )
 

@@ -232,7 +232,7 @@ def _lane_events(lane: Lane, number: int, recording: Recording, clock: _Clock) -
         yield thread.instant("out of memory", at, **facts, message=failure.message) | {"s": "p"}
     if lane.ended is not None:
         step, how = lane.ended
-        yield thread.instant(f"{how} at submit" if how == "rejected" else how, clock.event(step))
+        yield thread.instant(f"{how} at submit" if how == "rejected" else how, clock.begins(step))
 
 
 def _chunk_events(answer: Answer, lane: Lane, thread: _Thread, clock: _Clock) -> Iterator[Event]:

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvledger.adder import AddReqResult
-from kvledger.node import FIRST_TOKEN
 from kvledger.record import Decision
 from kvledger.replay import Broken
 from kvledger.report.explanation import failure_words
 from kvledger.report.markup import Name, Words, message_words
 from kvledger.report.pool_picture import claims_of
 from kvledger.report.recording import Recording, RoundView
+from kvledger.report.rounds import REQUESTS_LISTED, decode_words
 from kvledger.report.waterfall import rows_of
 
 DECISIONS_SHOWN = 40
@@ -104,12 +104,25 @@ def _messages(view: RoundView, broken: Sequence[Broken]) -> list[tuple[str, Word
         (record.shared_pages, "found to be cached already"),
     )
     said = [f"{pages} pages {what}" for pages, what in moves if pages]
+    for what, requests in decode_words(record):
+        messages.append(("note", [f"{what.capitalize()}: ", *_listed(requests), "."]))
+    for request, reason in record.aborted:
+        messages.append(("note", ["Gave up ", Name(request), f": {reason}."]))
     hidden = len(record.decisions) - len(_decisions_shown(record.decisions))
     if hidden:
         said.append(f"{hidden} more requests admitted whole (kvledger replay --all-rounds lists them)")
     if said:
         messages.append(("note", [f"In this round {', '.join(said)}."]))
     return messages
+
+
+def _listed(requests: Sequence[str]) -> Words:
+    """The first names, and how many there are beyond them."""
+    words: list[str | Name] = []
+    for request in requests[:REQUESTS_LISTED]:
+        words += [", ", Name(request)] if words else [Name(request)]
+    hidden = len(requests) - REQUESTS_LISTED
+    return [*words, f" and {hidden} more"] if hidden > 0 else words
 
 
 def _decisions_shown(decisions: Sequence[Decision]) -> list[Decision]:
@@ -136,7 +149,7 @@ def _notes(decision: Decision, page_size: int) -> str:
             return ""
         if decision.no_slot:
             return "no state slot"
-        need = decision.prompt_tokens - decision.prefix_tokens + FIRST_TOKEN + page_size
+        need = decision.prompt_tokens - decision.prefix_tokens + decision.output_tokens + page_size
         return f"needs {need}" + (f", would lock {lock}" if lock else "")
     notes = (
         ("FORCED", decision.forced),

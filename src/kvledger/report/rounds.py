@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from kvledger.adder import AddReqResult
 from kvledger.ledger import Due, Promise
-from kvledger.node import FIRST_TOKEN
 from kvledger.record import AllocationFailure, Decision, RoundRecord
 from kvledger.replay import Broken, Outcome
-from kvledger.report.plain import named, padded, width, wrapped
+from kvledger.report.plain import named, padded, plain, width, wrapped
 
 LEFT_COLUMNS = 58
 """What is decided stands left of here, the ledger's figures right of it."""
@@ -18,6 +17,8 @@ EDGE_ROUNDS = 5
 NEW_REFUSALS_SHOWN = 20
 DECISIONS_SHOWN = 20
 PROMISES_SHOWN = 8
+REQUESTS_LISTED = 8
+REASON_COLUMNS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +59,15 @@ def rounds_to_show(outcome: Outcome) -> list[RoundRecord | Gap]:
 
 
 def _rounds_with_news(outcome: Outcome) -> set[int]:
-    """A broken invariant, a failure, nothing moving, or somebody's first refusal (not too many of those)."""
+    """A broken invariant, a failure, nothing moving, or somebody's first refusal or retraction (not too many)."""
     news = {broken.round for broken in outcome.broken}
+    news |= {record.round for record in outcome.rounds if record.aborted}
     news |= {record.round for record in outcome.rounds if record.failure is not None}
     if outcome.stuck is not None:
         news.add(outcome.stuck.round)
     refused: set[str] = set()
     for record in outcome.rounds:
-        names = {decision.request for decision in record.refused}
+        names = {*(decision.request for decision in record.refused), *(f"back {rid}" for rid in record.retracted)}
         if not names <= refused and len(refused) < NEW_REFUSALS_SHOWN:
             news.add(record.round)
         refused |= names
@@ -77,9 +79,11 @@ def gap_lines(gap: Gap) -> list[str]:
     records = gap.records
     admissions = sum(1 for record in records for decision in record.joined if decision.kind != "resumed")
     refusals = sum(len(record.refused) for record in records)
+    tokens, sent_back = (sum(len(getattr(record, name)) for record in records) for name in ("decoded", "retracted"))
+    decode = f", {tokens} tokens decoded, {sent_back} requests sent back" if tokens or sent_back else ""
     return wrapped(
         f"... rounds {records[0].round} to {records[-1].round} left out (--all-rounds shows them): {len(records)} "
-        f"rounds, {admissions} admissions, {refusals} refusals",
+        f"rounds, {admissions} admissions, {refusals} refusals{decode}",
         4,
     )
 
@@ -92,6 +96,7 @@ def round_lines(record: RoundRecord, broken: Sequence[Broken], layout: Layout) -
     lines = [padded(f"round {record.round}", LEFT_COLUMNS) + _columns("baseline", "cur_rem", "rem_total", "rem_chunk")]
     lines += _decision_lines(record.decisions, layout) or ["  nothing to decide"]
     lines += _promise_lines(record, layout.everything)
+    lines += _decode_lines(record)
     if record.failure is not None:
         lines += wrapped(f"  OUT OF MEMORY: {failure_words(record.failure)}", 12)
     lines += wrapped(f"  after     {_after(record)}", 12)
@@ -134,7 +139,7 @@ def _notes(decision: Decision, page_size: int) -> list[str]:
     if decision.no_slot:
         return ["no state slot"]
     if decision.reason is AddReqResult.NO_TOKEN:
-        need = decision.prompt_tokens - decision.prefix_tokens + FIRST_TOKEN + page_size
+        need = decision.prompt_tokens - decision.prefix_tokens + decision.output_tokens + page_size
         return [f"needs {need}", *([f"would lock {lock}"] if lock else [])]
     if decision.kind == "refused":
         return []
@@ -193,6 +198,31 @@ def _due(promises: Iterable[Promise]) -> str:
     for promise in promises:
         tokens[promise.due] += promise.tokens
     return " + ".join(f"{tokens[due]} {due}" for due in Due if tokens[due])
+
+
+def decode_words(record: RoundRecord) -> list[tuple[str, Sequence[str]]]:
+    """What decode did in a round, and to whom; `sent back` are those who gave up their slots for lack of them."""
+    sent_back = [rid for rid in record.retracted if rid not in record.preempted]
+    told: list[tuple[str, Sequence[str]]] = [
+        ("decoded", record.decoded),
+        ("finished", record.finished),
+        ("sent back", sent_back),
+        ("preempted", record.preempted),
+        ("prefill thrown away", record.rolled_back),
+        ("still loading", record.loading),
+    ]
+    return [(what, requests) for what, requests in told if requests]
+
+
+def _decode_lines(record: RoundRecord) -> list[str]:
+    words = [f"{what} {_listed(requests)}" for what, requests in decode_words(record)]
+    words += [f"gave up {named(request)}: {plain(reason, REASON_COLUMNS)}" for request, reason in record.aborted]
+    return wrapped(f"  decode    {'; '.join(words)}", 12) if words else []
+
+
+def _listed(requests: Sequence[str]) -> str:
+    shown = ", ".join(named(request) for request in requests[:REQUESTS_LISTED])
+    return shown if len(requests) <= REQUESTS_LISTED else f"{shown} and {len(requests) - REQUESTS_LISTED} more"
 
 
 def _after(record: RoundRecord) -> str:

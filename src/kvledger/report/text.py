@@ -17,6 +17,7 @@ from kvledger.events import (
     Round,
     Submit,
 )
+from kvledger.node import NodeSettings
 from kvledger.record import RoundRecord
 from kvledger.replay import Broken, Happening, Outcome
 from kvledger.report import Replayed
@@ -90,7 +91,7 @@ def heading_lines(replayed: Replayed) -> list[str]:
     sizes = (
         f"page {node.page_size}, grid {node.checkpoint_align}, chunk {size_word(node.chunked_prefill_size, 'off')}, "
         f"max prefill {size_word(node.max_prefill_tokens, 'unlimited')}, pool {node.pool_tokens}, "
-        f"host {size_word(node.host_tokens, 'unlimited')}"
+        f"host {size_word(node.host_tokens, 'unlimited')}{_beyond_prefill(node)}"
     )
     return [
         f"=== {plain(replayed.source, COLUMNS - 8)} ===",
@@ -101,6 +102,14 @@ def heading_lines(replayed: Replayed) -> list[str]:
         "Figures are tokens: the ledger's baseline, cur_rem_tokens, rem_total_tokens and rem_chunk_tokens",
         "as they stood right after each decision.",
     ]
+
+
+def _beyond_prefill(node: NodeSettings) -> str:
+    """What a node has that a plain prefill node has not."""
+    usual = {field.name: field.default for field in fields(node)}
+    names = list(usual)[list(usual).index("mode") :]
+    told = ((name.replace("_", " "), getattr(node, name)) for name in names if getattr(node, name) != usual[name])
+    return "".join(f", {words} {str(value).lower()}" for words, value in told)
 
 
 def _switches(rules: AccountingRules) -> str:
