@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Any, Literal, Protocol
 
 from kvledger.arithmetic import align_chunk_end, ceil_tokens, floor_tokens
-from kvledger.ledger import ComputeLedger, Due, MemoryLedger, Tokens
+from kvledger.ledger import ComputeLedger, Due, MemoryLedger
 from kvledger.rules import AccountingRules, named_rules
 
 ChunkKind = Literal["whole", "truncated", "resumed"]
@@ -114,11 +114,11 @@ class PrefillAdder:
         self.deferred = False
 
     @property
-    def rem_total_tokens(self) -> Tokens:
+    def rem_total_tokens(self) -> int:
         return self.memory.rem_total_tokens
 
     @property
-    def cur_rem_tokens(self) -> Tokens:
+    def cur_rem_tokens(self) -> int:
         return self.memory.cur_rem_tokens
 
     @property

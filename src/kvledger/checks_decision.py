@@ -43,9 +43,12 @@ def order(_: Evidence, decision: Decision) -> Finding | None:
     )
 
 
-def never_forced(_: Evidence, decision: Decision) -> Finding | None:
-    """The forced chunk of the shortage rule asks the pool for what the books say is not there."""
-    if not decision.forced:
+def never_forced(e: Evidence, decision: Decision) -> Finding | None:
+    """The forced chunk of the shortage rule asks the pool for what the books say is not there.
+
+    One that stays inside a page of its own asks the pool for nothing.
+    """
+    if not decision.forced or ceil_tokens(decision.end, e.page_size) == ceil_tokens(decision.start, e.page_size):
         return None
     return Finding(
         decision.request, f"nothing remained, and {decision.request} was forced to run {decision.tokens} tokens"

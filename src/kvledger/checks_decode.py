@@ -100,9 +100,7 @@ def output_exact(e: Evidence, record: RoundRecord) -> Finding | None:
     """An output ends with its last token, not before and not after; `generated` counts this round in."""
     for rid in record.finished:
         if rid in e.outputs and e.generated.get(rid, 0) != e.outputs[rid].max_new_tokens:
-            return Finding(
-                rid, f"{rid} ended with {e.generated.get(rid, 0)} of {e.outputs[rid].max_new_tokens} tokens"
-            )
+            return Finding(rid, f"{rid} ended with {e.generated.get(rid, 0)} of {e.outputs[rid].max_new_tokens} tokens")
     for each in e.after.live:
         if each.decoding and each.rid in e.outputs and each.rid not in record.finished:
             most = e.outputs[each.rid].max_new_tokens
@@ -149,10 +147,8 @@ def _must_go(e: Evidence, s: Snapshot) -> Iterator[str]:
     locks = {page: lock_refs for page, lock_refs, _, _ in s.cached}
     staying = _running(s)
     before = {each.rid: e.generated.get(each.rid, 0) - _this_round(e, each.rid) for each in staying}
-    order = sorted(
-        reversed(staying),
-        key=lambda each: (before[each.rid], -e.prompts.get(each.rid, 0)),
-    )
+    latest_first = list(reversed(staying))  # of equals, who joined last
+    order = sorted(latest_first, key=lambda each: (before[each.rid], -e.prompts.get(each.rid, 0)))
     for victim in order:
         wanted = sum((e.prompts.get(each.rid, 0) + before[each.rid] - 1) % page_size == 0 for each in staying)
         if wanted <= spare_pages:

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from kvledger.ledger import Tokens
+Tokens = int | Fraction
+"""What is expected of an output: a whole number of tokens, or an exact fraction of one."""
 
 CLIP_MAX_NEW_TOKENS = 4096
 """No promise counts on more of an output than this: few requests use up all that they may."""

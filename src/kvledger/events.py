@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kvledger.request import Output, Prompt
+from kvledger.request import USUAL_OUTPUT, Output, Prompt
 
 Tier = Literal["host", "device"]
-USUAL_OUTPUT = Output()
 
 
 @dataclass(frozen=True, slots=True)

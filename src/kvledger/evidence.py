@@ -10,12 +10,10 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from kvledger.arithmetic import ceil_pages, ceil_tokens
-from kvledger.decode import all_can_end, promised_output
-from kvledger.events import USUAL_OUTPUT
-from kvledger.ledger import Tokens
+from kvledger.decode import Tokens, all_can_end, promised_output
 from kvledger.node import FIRST_TOKEN, NodeSettings
 from kvledger.record import Decision, LiveRequest, Snapshot
-from kvledger.request import Output
+from kvledger.request import USUAL_OUTPUT, Output
 from kvledger.rules import AccountingRules
 
 
@@ -34,8 +32,9 @@ class Evidence:
     aborted, or transferred after their prefill.
 
     Beside decode also: `prompts` as submitted, in tokens, `outputs`, how much of each has been `generated`, and
-    `taken` of that in this round; the `ratio` of what is left of an output that the books should count on by now; `mixed_tokens` of decode in this
-    round's batch; the `queue` as it was when the round began, and `decided`, what its last decision left.
+    `taken` of that in this round; the `ratio` of what is left of an output that the books should count on by now;
+    `mixed_tokens` of decode in this round's batch; the `queue` as it was when the round began, and `decided`, what its
+    last decision left.
     """
 
     settings: NodeSettings

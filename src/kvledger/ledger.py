@@ -9,10 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from fractions import Fraction
-
-Tokens = int | Fraction
-"""A size in tokens; what is expected of running requests is a fraction of what they may still take."""
 
 
 class Due(StrEnum):
@@ -30,12 +26,15 @@ class Promise:
 
     request: str
     kind: str
-    tokens: Tokens
+    tokens: int
     due: Due
 
 
 class MemoryLedger:
     """Promises of one round against a live baseline; all figures in tokens.
+
+    The figures are whole, but beside decode, where a share of an output is an exact `Fraction`: it goes in and comes
+    out as it is.
 
     The totals are kept beside the entries so that a read costs the same for one promise and for a thousand;
     `check` says whether they still are the entries' sums.
@@ -44,33 +43,33 @@ class MemoryLedger:
     def __init__(self, baseline: Callable[[], int]) -> None:
         self._read_baseline = baseline
         self._entries: dict[str, list[Promise]] = {}
-        self._due_tokens: dict[Due, Tokens] = {Due.NOW: 0, Due.LATER: 0}
+        self._due_tokens: dict[Due, int] = {Due.NOW: 0, Due.LATER: 0}
 
     @property
     def baseline(self) -> int:
         return self._read_baseline()
 
     @property
-    def cur_rem_token_offset(self) -> Tokens:
+    def cur_rem_token_offset(self) -> int:
         """Promised for this batch."""
         return self._due_tokens[Due.NOW]
 
     @property
-    def rem_total_token_offset(self) -> Tokens:
+    def rem_total_token_offset(self) -> int:
         """Promised for this batch and for later rounds."""
         return self._due_tokens[Due.NOW] + self._due_tokens[Due.LATER]
 
     @property
-    def cur_rem_tokens(self) -> Tokens:
+    def cur_rem_tokens(self) -> int:
         """What this batch may still allocate."""
         return self.baseline - self.cur_rem_token_offset
 
     @property
-    def rem_total_tokens(self) -> Tokens:
+    def rem_total_tokens(self) -> int:
         """What may still be promised."""
         return self.baseline - self.rem_total_token_offset
 
-    def promise(self, request: str, kind: str, tokens: Tokens, due: Due) -> None:
+    def promise(self, request: str, kind: str, tokens: int, due: Due) -> None:
         self._entries.setdefault(request, []).append(Promise(request, kind, tokens, due))
         self._due_tokens[due] += tokens
 

@@ -145,9 +145,7 @@ class InvariantMonitor(Monitor):
                 e.computed.pop(rid, None)
                 e.unserved.discard(rid)
                 e.ended.add(rid)
-            case Transferred(request=rid) if any(
-                r.rid == rid and r.in_flight and not r.decoding for r in e.after.live
-            ):
+            case Transferred(request=rid) if any(r.rid == rid and r.in_flight and not r.decoding for r in e.after.live):
                 e.ended.add(rid)
 
     def _look(self) -> None:

@@ -18,7 +18,7 @@ from kvledger.occupancy import Occupancy
 from kvledger.policy import SchedulePolicy, continuation_limit, ordered, prefill_work
 from kvledger.pool import OutOfPages, PrefillOutOfMemory
 from kvledger.record import Decision, DecisionKind, RoundRecord, Snapshot
-from kvledger.request import Output, Prompt, Request, RequestState
+from kvledger.request import USUAL_OUTPUT, Output, Prompt, Request, RequestState
 from kvledger.rules import SOUND_BESIDE_DECODE, SOUND_PRESETS, AccountingRules
 from kvledger.slots import StateSlots
 from kvledger.views import decision_of, device_page, failure_of, ledger_facts, snapshot_of
@@ -64,7 +64,7 @@ class NodeSettings:
         """Whole pages in the pool, rounded down."""
         return self.pool_tokens // self.page_size
 
-    def needed_tokens(self, prompt_tokens: int, output: Output = Output()) -> int:
+    def needed_tokens(self, prompt_tokens: int, output: Output = USUAL_OUTPUT) -> int:
         """The one bound that entry and gate share: the most that a request's gate can ask of an empty pool.
 
         A request that was sent back asks no more, however much it has generated (see `most_new_tokens`). Where its
@@ -78,7 +78,7 @@ class NodeSettings:
         """Nothing is cached and the output's length is known: the gate asks whether everybody can come to an end."""
         return output.ignore_eos and not self.prefix_cache
 
-    def fits_empty_pool(self, prompt_tokens: int, output: Output = Output()) -> bool:
+    def fits_empty_pool(self, prompt_tokens: int, output: Output = USUAL_OUTPUT) -> bool:
         """The entry asks what the gate will ask."""
         return self.needed_tokens(prompt_tokens, output) < self.pool_pages * self.page_size
 
@@ -143,7 +143,7 @@ class PrefillNode(Occupancy):
 
     # --- what arrives from outside
 
-    def submit(self, rid: str, prompt: Prompt, output: Output = Output()) -> str | None:
+    def submit(self, rid: str, prompt: Prompt, output: Output = USUAL_OUTPUT) -> str | None:
         """Queue a request, or say why it could never be admitted: the entry asks what the gate will ask."""
         if not self.settings.fits_empty_pool(prompt.tokens, output):
             need = self.settings.needed_tokens(prompt.tokens, output)
@@ -273,9 +273,7 @@ class PrefillNode(Occupancy):
         if request is None:
             return
         if self.settings.schedule_policy == "shortest-prefill-first":
-            work_tokens = (
-                prefill_work(each, each.prefix_tokens + each.host_hit_tokens) for each in self._candidates
-            )
+            work_tokens = (prefill_work(each, each.prefix_tokens + each.host_hit_tokens) for each in self._candidates)
             left_tokens = request.prompt_tokens - request.prefix_tokens
             adder.chunked_req_limit = continuation_limit(
                 work_tokens, left_tokens, adder.rem_chunk_tokens, self.page_size

@@ -40,7 +40,8 @@ def ordered(policy: SchedulePolicy, waiting: Iterable[Request], matched: Matched
 
 def prefill_work(request: Any, matched_tokens: int) -> int:
     """Tokens that a waiting request would have to compute."""
-    return max(1, request.prompt_tokens - matched_tokens)
+    left_tokens: int = request.prompt_tokens - matched_tokens
+    return max(1, left_tokens)
 
 
 def about_to_be_cached(queue: Iterable[Request], hits: dict[str, int], page_size: int) -> set[str]:

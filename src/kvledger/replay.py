@@ -8,7 +8,6 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 from kvledger.arithmetic import ceil_pages
 from kvledger.events import (
-    USUAL_OUTPUT,
     Abort,
     Cached,
     Decode,
@@ -24,7 +23,7 @@ from kvledger.events import (
 from kvledger.node import NodeSettings, PrefillNode, Watcher
 from kvledger.pool import OutOfPages
 from kvledger.record import AllocationFailure, RoundRecord, Snapshot
-from kvledger.request import Output, Prompt
+from kvledger.request import USUAL_OUTPUT, Output, Prompt
 from kvledger.rules import AccountingRules
 from kvledger.trace import Trace, TraceError
 from kvledger.unified import UnifiedNode  # noqa: F401 - registers itself for unified mode
@@ -375,8 +374,8 @@ class Replay:
             record = self._round()
             if self.dead:
                 return
-            moved = record.joined or record.decoded or record.finished or record.retracted
-            moved = moved or record.aborted or record.loading
+            told = (record.joined, record.decoded, record.finished, record.retracted, record.aborted, record.loading)
+            moved = any(told)
             if not moved and not self._transfer_all() and self.target.has_work:
                 self._stick(record, "a round admitted nothing and nothing is in flight")
                 return

@@ -62,6 +62,9 @@ class Output:
     priority: int = 0
 
 
+USUAL_OUTPUT = Output()
+
+
 class CachedPage:
     """One full page of a cached prefix. `page` is its device page number, None while it is only on the host."""
 
@@ -117,7 +120,7 @@ class Request:
     device_hit: list[CachedPage] = field(default_factory=list)
     host_hit: list[CachedPage] = field(default_factory=list)
     locked: list[CachedPage] = field(default_factory=list)
-    output: Output = Output()
+    output: Output = USUAL_OUTPUT
     arrival: int = 0
     origin: Prompt | None = None
     generated_tokens: int = 0

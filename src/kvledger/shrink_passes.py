@@ -13,7 +13,6 @@ from typing import Any
 
 from kvledger.arithmetic import ceil_pages, ceil_tokens, floor_tokens
 from kvledger.events import (
-    USUAL_OUTPUT,
     Abort,
     Cached,
     Decode,
@@ -27,7 +26,7 @@ from kvledger.events import (
     Transferred,
 )
 from kvledger.node import NodeSettings
-from kvledger.request import Prompt
+from kvledger.request import USUAL_OUTPUT, Prompt
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.trace import Trace
 

@@ -216,7 +216,9 @@ class UnifiedNode(PrefillNode):
         origin = request.origin or request.prompt
         prompt = Prompt((*origin.segments, (f"{request.rid}\0output", generated)))
         if prompt.tokens + self.page_size >= self.settings.pool_pages * self.page_size:
-            self._told.aborted.append((request.rid, f"with its output of {generated} tokens it no longer fits the pool"))
+            self._told.aborted.append(
+                (request.rid, f"with its output of {generated} tokens it no longer fits the pool")
+            )
             return
         self.waiting[request.rid] = replace(
             request, prompt=prompt, origin=origin, state=RequestState.WAITING, prefix_tokens=0, pages=[], locked=[]

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, cast
 
 from kvledger.adder import Allocator, PrefillAdder, PrefillRequest
 from kvledger.arithmetic import ceil_tokens, floor_tokens
-from kvledger.decode import all_can_end, exact, promised_output, running_share
-from kvledger.ledger import Due, Tokens
+from kvledger.decode import Tokens, all_can_end, exact, promised_output, running_share
+from kvledger.ledger import Due
 from kvledger.policy import victims
 from kvledger.rules import AccountingRules
 
@@ -29,7 +29,7 @@ class UnifiedAdder(PrefillAdder):
 
     output_kind = "output"
 
-    def __init__(  # noqa: PLR0913, PLR0917 - what a scheduler has at hand
+    def __init__(  # noqa: PLR0913 - what a scheduler has at hand
         self,
         page_size: int,
         tree_cache: Any,
@@ -66,7 +66,8 @@ class UnifiedAdder(PrefillAdder):
         self._tree_disabled: bool = getattr(tree_cache, "disable", False) is True
         self._release = release
         for request in self.running:
-            self.memory.promise(request.rid, "running", self._share(request), Due.LATER)
+            # exact: the ledger adds fractions up as they are
+            self.memory.promise(request.rid, "running", cast(int, self._share(request)), Due.LATER)
         self._mix(num_mixed_decode_tokens)
 
     def _mix(self, decode_tokens: int) -> None:
@@ -78,11 +79,11 @@ class UnifiedAdder(PrefillAdder):
         self.compute.spend(decode_tokens)
 
     @property
-    def cur_rem_token_offset(self) -> Tokens:
+    def cur_rem_token_offset(self) -> int:
         return self.memory.cur_rem_token_offset
 
     @property
-    def rem_total_token_offset(self) -> Tokens:
+    def rem_total_token_offset(self) -> int:
         return self.memory.rem_total_token_offset
 
     # --- what is expected of outputs
@@ -119,7 +120,7 @@ class UnifiedAdder(PrefillAdder):
         beside = [*self.running, *(chunk.request for chunk in self.can_run_list), *half_done]
         return all_can_end(free_tokens, [self._ending(each) for each in (req, *beside)])
 
-    def _tail_tokens(self) -> Tokens:
+    def _tail_tokens(self) -> int:
         """Promised tails are no room for anybody's output."""
         return sum(entry.tokens for entry in self.memory.entries() if entry.kind == "tail")
 

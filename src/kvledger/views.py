@@ -59,7 +59,8 @@ def ledger_facts(adder: PrefillAdder) -> dict[str, Any]:
 
 
 def _whole(promise: Promise) -> Promise:
-    return promise if isinstance(promise.tokens, int) else replace(promise, tokens=math.ceil(promise.tokens))
+    tokens = math.ceil(promise.tokens)
+    return promise if tokens == promise.tokens else replace(promise, tokens=tokens)
 
 
 def snapshot_of(

@@ -69,7 +69,9 @@ def hunt(mutant: Mutant, *, most: int, least: int = LEAST_EXAMPLES) -> Hunt:
 
 
 @cache
-def broken_without(base: TargetFactory, rules: AccountingRules, seed: int, space: Space = NODE_SPACE) -> tuple[str, ...]:
+def broken_without(
+    base: TargetFactory, rules: AccountingRules, seed: int, space: Space = NODE_SPACE
+) -> tuple[str, ...]:
     """What the unchanged node breaks on this example. If it crashes, that is a bug, and no business of a mutant."""
     watching = SearchMonitor()
     example(random.Random(seed), rules, target=base, monitor=lambda: watching, space=space)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvledger.adder import Chunk, PrefillAdder
 from kvledger.arithmetic import floor_tokens
 from kvledger.node import FIRST_TOKEN, NodeSettings, PrefillNode, Watcher
-from kvledger.request import Prompt, Request, RequestState
+from kvledger.request import USUAL_OUTPUT, Output, Prompt, Request, RequestState
 from kvledger.rules import AccountingRules
 from tests.mutants.mutant import ALIGNED, DeferringNode, mutant
 
@@ -16,7 +16,7 @@ from tests.mutants.mutant import ALIGNED, DeferringNode, mutant
 class PageForgottenAtEntry(PrefillNode):
     """The entry lets in what fits without the page of slack, and the gate then refuses it for ever."""
 
-    def submit(self, rid: str, prompt: Prompt) -> str | None:
+    def submit(self, rid: str, prompt: Prompt, output: Output = USUAL_OUTPUT) -> str | None:
         if prompt.tokens + FIRST_TOKEN < self.settings.pool_pages * self.page_size:
             self.waiting[rid] = Request(rid, prompt)
             return None
@@ -27,7 +27,7 @@ class PageForgottenAtEntry(PrefillNode):
 class EntryRefusesWhatFits(PrefillNode):
     """The entry refuses every prompt above half the pool."""
 
-    def submit(self, rid: str, prompt: Prompt) -> str | None:
+    def submit(self, rid: str, prompt: Prompt, output: Output = USUAL_OUTPUT) -> str | None:
         if 2 * prompt.tokens > self.settings.pool_tokens:
             return "too long"
         return super().submit(rid, prompt)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any
+from typing import Any, cast
 
 from kvledger.adder import PrefillRequest
-from kvledger.decode import CLIP_MAX_NEW_TOKENS, NewTokenRatio
-from kvledger.ledger import Due, Tokens
+from kvledger.decode import CLIP_MAX_NEW_TOKENS, NewTokenRatio, Tokens
+from kvledger.ledger import Due
 from kvledger.node import NodeSettings, Watcher
-from kvledger.request import Output, Prompt, Request
+from kvledger.request import USUAL_OUTPUT, Output, Prompt, Request
 from kvledger.rules import AccountingRules
 from kvledger.testing.unified_moves import BEYOND_CLIP
 from kvledger.unified import UnifiedNode
@@ -43,7 +43,8 @@ class ClippedBeforeSubtraction(UnifiedAdder):
 
     def _share(self, request: Any) -> Tokens:
         left = min(request.max_new_tokens, CLIP_MAX_NEW_TOKENS) - request.generated_tokens
-        return max(0, left) * (Fraction(1) if request.ignore_eos else self.new_token_ratio)
+        ratio = Fraction(1) if request.ignore_eos else self.new_token_ratio
+        return int(max(0, left)) * ratio
 
 
 @mutant("ledger-exact", narrow=_wide)
@@ -51,7 +52,8 @@ class NeverClipped(UnifiedAdder):
     """An output is promised at its full length, however improbable that is."""
 
     def _output_tokens(self, req: PrefillRequest) -> int:
-        return max(0, req.max_new_tokens - req.generated_tokens)  # type: ignore[attr-defined]
+        most, generated = (getattr(req, name) for name in ("max_new_tokens", "generated_tokens"))
+        return max(0, int(most) - int(generated))
 
 
 @mutant("ledger-exact", "fix-is-minimal")
@@ -70,7 +72,7 @@ class FixedLengthEstimated(UnifiedAdder):
     """The ratio is applied to a request that ignores the end of sequence, though it will take all of it."""
 
     def _share(self, request: Any) -> Tokens:
-        return (request.max_new_tokens - request.generated_tokens) * self.new_token_ratio
+        return int(request.max_new_tokens - request.generated_tokens) * self.new_token_ratio
 
 
 @mutant("ledger-exact", "gate-covers-charge")
@@ -182,7 +184,7 @@ class OnlyItselfCanEnd(UnifiedAdder):
 class TailsAreRoomForOutputs(UnifiedAdder):
     """The simulation lets everybody end in slots that a cut request was promised."""
 
-    def _tail_tokens(self) -> Tokens:
+    def _tail_tokens(self) -> int:
         return -4 * self.page_size
 
 
@@ -190,7 +192,7 @@ class TailsAreRoomForOutputs(UnifiedAdder):
 class OutputForgottenAtEntry(UnifiedNode):
     """The entry lets in what fits with one token of output, and the gate then refuses it for ever."""
 
-    def submit(self, rid: str, prompt: Prompt, output: Output = Output()) -> str | None:
+    def submit(self, rid: str, prompt: Prompt, output: Output = USUAL_OUTPUT) -> str | None:
         reason = super().submit(rid, prompt)
         if reason is None:
             self.waiting[rid].output = output
@@ -209,7 +211,7 @@ class NewcomersShareGivenBack(UnifiedAdder):
         before = len(self.preempt_list)
         done = super().preempt_to_schedule(req)
         for victim in self.preempt_list[before:]:
-            self.memory.promise(victim.rid, "running", self._share(victim), Due.LATER)
+            self.memory.promise(victim.rid, "running", cast(int, self._share(victim)), Due.LATER)
             self.memory.promise(victim.rid, "running", -self._output_tokens(req), Due.LATER)
         return done
 
@@ -222,7 +224,7 @@ class ShareKeptByVictim(UnifiedAdder):
         before = len(self.preempt_list)
         done = super().preempt_to_schedule(req)
         for victim in self.preempt_list[before:]:
-            self.memory.promise(victim.rid, "running", self._share(victim), Due.LATER)
+            self.memory.promise(victim.rid, "running", cast(int, self._share(victim)), Due.LATER)
         return done
 
 

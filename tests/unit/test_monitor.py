@@ -25,7 +25,7 @@ from kvledger.monitor import InvariantMonitor, checked_replay
 from kvledger.node import NodeSettings, PrefillNode, Watcher
 from kvledger.record import AllocationFailure, Decision, LiveRequest, RoundRecord, Snapshot
 from kvledger.replay import Replay, Stuck
-from kvledger.request import Prompt
+from kvledger.request import USUAL_OUTPUT, Output, Prompt
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.trace import Trace, TraceError
 from tests.unit.builders import INCIDENT, INCIDENT_NODE, node_settings, prompt
@@ -139,6 +139,48 @@ class Case:
 
 
 HEALTHY = object()
+
+# --- beside decode: A is half done and needs six pages more; R, 100 tokens and some of its 9, holds two pages
+UNIFIED: dict[str, Any] = {"chunked_prefill_size": 512, "mode": "unified"}
+R = LiveRequest("R", 100, pages=(4, 5), shared_pages=1, in_flight=True, decoding=True)
+DECODED = replace(RECORD, decisions=(), decoded=("R",))
+FULL = replace(DECODED, batch_is_full=True)
+GIVEN_UP = replace(DECODED, decoded=(), aborted=(("R", "no page"),))
+
+
+def beside(
+    after: Snapshot | None = None,
+    *,
+    free: int = 6,
+    generated: int = 4,
+    most: int = 9,
+    taken: int = 0,
+    settings: NodeSettings | None = None,
+    **node: Any,
+) -> Evidence:
+    pages = range(6, 6 + free)
+    running = replace(CALM, pool_pages=12, cached=(*CALM.cached, (4, 1, 0, 2)), live=(A, R), never_used=pages)
+    after = after or running
+    seen = evidence(after, settings=settings or node_settings(**UNIFIED, **node))
+    return replace(
+        seen,
+        prompts={"A": 600, "R": 100},
+        outputs={"A": Output(), "R": Output(most)},
+        generated={"R": generated},
+        taken={"R": taken},
+        decided=after,
+    )
+
+
+def again(tokens: int) -> Decision:
+    return replace(WHOLE, request="R", prompt_tokens=tokens, end=tokens)
+
+
+def queued(policy: str) -> Evidence:
+    seen = evidence(settings=node_settings(schedule_policy=policy))
+    outputs = {"Q1": Output(priority=1), "Q2": Output(priority=2)}
+    return replace(seen, queue=("Q1", "Q2"), prompts={"Q1": 9, "Q2": 9}, outputs=outputs)
+
 
 CASES = [
     Case("promises-covered", "exactly covered", evidence(), (WHOLE,), HEALTHY),
@@ -568,6 +610,61 @@ CASES = [
     Case("progress", "somebody holds slots", evidence(replace(CALM, held=(9,))), (STUCK,), HEALTHY),
     Case("progress", "somebody pins pages", evidence(REST), (STUCK,), HEALTHY),
     Case("progress", "stuck with a pool of its own", evidence(CALM), (STUCK,), "A", "admitted nothing"),
+    # --- beside decode
+    Case("tail-spared", "five pages for five", beside(), (DECODED,), HEALTHY),
+    Case(
+        "tail-spared", "nothing decoded, another invariant's", beside(free=4), (replace(DECODED, decoded=()),), HEALTHY
+    ),
+    Case("tail-spared", "a page of the tail is gone", beside(free=4), (DECODED,), "A", "need 384 .* is 256"),
+    Case("comes-back-whole", "prompt and output", beside(), (again(104),), HEALTHY),
+    Case("comes-back-whole", "its output is forgotten", beside(), (again(100),), "R", "100 tokens.* 104"),
+    Case("comes-back-whole", "a prefill node keeps no output", beside(settings=SETTINGS), (again(100),), HEALTHY),
+    Case("in-order", "the first in the queue", queued("fcfs"), (replace(WHOLE, request="Q1"),), HEALTHY),
+    Case("in-order", "the second in the queue", queued("fcfs"), (replace(WHOLE, request="Q2"),), "Q2", "before Q1"),
+    Case("in-order", "the more important", queued("priority"), (replace(WHOLE, request="Q2"),), HEALTHY),
+    Case("in-order", "the less important", queued("priority"), (replace(WHOLE, request="Q1"),), "Q1", "before Q2"),
+    Case(
+        "in-order",
+        "by length, which the queue alone does not tell",
+        queued("lpm"),
+        (replace(WHOLE, request="Q2"),),
+        HEALTHY,
+    ),
+    Case("slots-kept", "two of two slots", beside(max_running_requests=2), (DECODED,), HEALTHY),
+    Case("slots-kept", "two of one slot", beside(max_running_requests=1), (DECODED,), "R", "2 requests .* 1 request"),
+    Case("slots-kept", "two of a stage's one slot", beside(max_running_requests=3, pp_size=2), (DECODED,), "R"),
+    Case("full-is-true", "somebody lacks memory", beside(), (replace(FULL, decisions=(REFUSED,)),), HEALTHY),
+    Case("full-is-true", "somebody lacks a slot", beside(max_running_requests=2), (FULL,), HEALTHY),
+    Case("full-is-true", "nobody lacks anything", beside(), (FULL,), None, "neither memory nor"),
+    Case("each-decodes-once", "one token each", beside(), (DECODED,), HEALTHY),
+    Case("each-decodes-once", "it went back", beside(), (replace(DECODED, decoded=(), retracted=("R",)),), HEALTHY),
+    Case("each-decodes-once", "passed over", beside(), (replace(DECODED, decoded=()),), "R", "passed it over"),
+    Case("each-decodes-once", "twice", beside(), (replace(DECODED, decoded=("R", "R")),), "R"),
+    Case("output-exact", "four of nine tokens", beside(), (DECODED,), HEALTHY),
+    Case("output-exact", "nine of nine", beside(generated=9), (replace(DECODED, finished=("R",)),), HEALTHY),
+    Case("output-exact", "ended early", beside(), (replace(DECODED, finished=("R",)),), "R", "4 of 9"),
+    Case("output-exact", "goes on", beside(generated=9), (DECODED,), "R", "has its 9 tokens"),
+    Case("output-exact", "a page too few", beside(generated=40, most=90), (DECODED,), "R", "2 pages.* 3"),
+    Case("retraction-exact", "nobody had to go", beside(), (DECODED,), HEALTHY),
+    Case(
+        "retraction-exact",
+        "nobody had to go, and one did",
+        beside(),
+        (replace(DECODED, decoded=(), retracted=("R",)),),
+        "R",
+        "asked for nobody",
+    ),
+    Case("retraction-exact", "a page is not there", beside(free=5, generated=30, taken=1), (DECODED,), "R", "for R"),
+    Case(
+        "retraction-exact",
+        "a page is not there, and it went",
+        beside(free=5, generated=29),
+        (replace(DECODED, decoded=(), retracted=("R",)),),
+        HEALTHY,
+    ),
+    Case("abort-is-last", "alone", beside(replace(CALM, live=())), (GIVEN_UP,), HEALTHY),
+    Case("abort-is-last", "A still holds pages", beside(), (GIVEN_UP,), "R", "A could still"),
+    Case("abort-is-last", "it has outgrown the pool", beside(generated=480, most=900), (GIVEN_UP,), HEALTHY),
 ]
 
 
@@ -761,7 +858,7 @@ def test_a_request_that_lives_on_after_its_end_is_found_and_one_before_its_end_i
 
 def test_a_request_that_is_never_served_is_found_at_rest() -> None:
     class Forgetful(PrefillNode):
-        def submit(self, rid: str, prompt: Prompt) -> str | None:
+        def submit(self, rid: str, prompt: Prompt, output: Output = USUAL_OUTPUT) -> str | None:
             return None if rid == "lost" else super().submit(rid, prompt)
 
     events: list[Event] = [submit("lost", 100), submit("A", 100), Drain()]

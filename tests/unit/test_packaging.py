@@ -23,7 +23,19 @@ KERNELS = ROOT / "src" / "kernels"
 # Each module may import what stands left of it.
 ORDER = (
     *("arithmetic", "ledger", "rules", "adder", "decode"),
-    *("request", "pool", "radix", "record", "occupancy", "views", "slots", "policy", "node", "unified_adder", "unified"),
+    *(
+        "request",
+        "pool",
+        "radix",
+        "record",
+        "occupancy",
+        "views",
+        "slots",
+        "policy",
+        "node",
+        "unified_adder",
+        "unified",
+    ),
     *("events", "trace", "replay", "evidence", "invariants", "monitor", "shrink", "diagnose"),
 )
 # A helper stands just left of the one module that may import it, among its siblings in this order.

@@ -9,7 +9,6 @@ import pytest
 
 from kvledger.adder import AddReqResult
 from kvledger.events import (
-    USUAL_OUTPUT,
     Abort,
     Cached,
     Decode,
@@ -26,7 +25,7 @@ from kvledger.monitor import InvariantMonitor
 from kvledger.node import NodeSettings, PrefillNode, Watcher
 from kvledger.record import AllocationFailure, Decision, RoundRecord, Snapshot
 from kvledger.replay import Broken, EventError, Monitor, Outcome, Replay, Stuck, Target, replay, round_document
-from kvledger.request import Output, Prompt
+from kvledger.request import USUAL_OUTPUT, Output, Prompt
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.trace import Trace, TraceError
 from tests.unit.builders import INCIDENT, INCIDENT_ARRIVALS, INCIDENT_NODE, node_settings, prompt

@@ -22,7 +22,7 @@ from kvledger.monitor import checked_replay
 from kvledger.node import NodeSettings, PrefillNode, Watcher
 from kvledger.record import RoundRecord, Snapshot
 from kvledger.replay import Target, TargetFactory
-from kvledger.request import Prompt
+from kvledger.request import USUAL_OUTPUT, Output, Prompt
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.shrink import SLOW_STEPS, NothingToShrink, Shrunk, shrink
 from kvledger.shrink_passes import letters, lowered, measure, normal_form, repaired, sizes_of, with_sizes
@@ -240,7 +240,7 @@ class ForeignTarget:
     def has_work(self) -> bool:
         return self._node.has_work
 
-    def submit(self, rid: str, prompt: Prompt) -> str | None:
+    def submit(self, rid: str, prompt: Prompt, output: Output = USUAL_OUTPUT) -> str | None:
         return self._node.submit(rid, prompt)
 
     def run_round(self) -> RoundRecord:
@@ -291,7 +291,7 @@ def test_a_target_that_falls_over_shows_another_failure():
 class SuspiciousNode(PrefillNode):
     """The node, but with requests of one name only does it fail."""
 
-    def submit(self, rid: str, prompt: Prompt) -> str | None:
+    def submit(self, rid: str, prompt: Prompt, output: Output = USUAL_OUTPUT) -> str | None:
         return super().submit(rid, prompt) if rid.startswith("req-") else "who is that?"
 
 

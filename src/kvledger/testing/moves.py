@@ -82,7 +82,8 @@ class Space:
     """The nodes, and the moves, that a search draws: domains of integers, and the settings they stand for.
 
     `examples`: how many a search without a number tries. Not `thorough`: too few to meet every branch. `name` goes with
-    a preset's where the space is not the usual one; nothing may break under the `sound` presets. `before_drain` is for what a drain would take too long over.
+    a preset's where the space is not the usual one; nothing may break under the `sound` presets. `before_drain` is for
+    what a drain would take too long over.
     """
 
     domains: Mapping[str, Domain]

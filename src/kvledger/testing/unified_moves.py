@@ -61,8 +61,17 @@ POLICIES: tuple[SchedulePolicy, ...] = (
 )
 
 
-def draw_unified(  # noqa: PLR0913, PLR0917 - one argument a domain
-    page: int, policy: int, mixed: int, slots: int, stages: int, threshold: int, ratio: int, cache: int, width: int, **sizes: int
+def draw_unified(
+    page: int,
+    policy: int,
+    mixed: int,
+    slots: int,
+    stages: int,
+    threshold: int,
+    ratio: int,
+    cache: int,
+    width: int,
+    **sizes: int,
 ) -> NodeSettings:
     """A node of the prefill space that decodes too."""
     schedule_policy = POLICIES[policy]
