@@ -1,12 +1,14 @@
 """kvledger: can a scheduler promise KV memory that it cannot deliver?
 
-The pure ledger library: page arithmetic, itemised promises, PrefillAdder, and a whole prefill node to run them on.
+The pure ledger library: page arithmetic, itemised promises, PrefillAdder (UnifiedAdder beside decode), and whole nodes
+to run them on.
 Importing it loads the standard library alone; the search lives in ``kvledger.testing`` (extra ``verify``).
 """
 
 from kvledger.adder import AddReqResult, Chunk, PrefillAdder, PrefillRequest
 from kvledger.ledger import ComputeLedger, Due, MemoryLedger, Promise
 from kvledger.rules import PRESETS, AccountingRules
+from kvledger.unified_adder import UnifiedAdder
 
 __version__ = "0.1.0"
 
@@ -21,5 +23,6 @@ __all__ = [
     "PrefillAdder",
     "PrefillRequest",
     "Promise",
+    "UnifiedAdder",
     "__version__",
 ]

@@ -6,7 +6,7 @@ the sum of its entries, so a report can always say who was promised what.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -72,6 +72,12 @@ class MemoryLedger:
     def promise(self, request: str, kind: str, tokens: int, due: Due) -> None:
         self._entries.setdefault(request, []).append(Promise(request, kind, tokens, due))
         self._due_tokens[due] += tokens
+
+    def promise_each(self, kind: str, shares: Iterable[tuple[str, int]], sum_tokens: int, due: Due) -> None:
+        """A promise of one kind to each of many requests, whose sum is known and costs nothing to add up again."""
+        for request, tokens in shares:
+            self._entries.setdefault(request, []).append(Promise(request, kind, tokens, due))
+        self._due_tokens[due] += sum_tokens
 
     def settle(self, request: str) -> None:
         """The request's share of this batch is allocated: from now on the baseline shows it."""

@@ -165,7 +165,8 @@ class UnifiedNode(PrefillNode):
         """A slot for the token that it has generated last."""
         pages = ceil_pages(request.prefix_tokens + 1, self.page_size) - len(request.pages)
         try:
-            request.pages += self.tree.allocate(pages)
+            if pages:
+                request.pages += self.tree.allocate(pages)
         except OutOfPages as error:
             raise PrefillOutOfMemory(request.rid, 1, error.free_tokens, error.evictable_tokens) from error
         request.prefix_tokens += 1

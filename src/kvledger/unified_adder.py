@@ -6,6 +6,7 @@ All of decode's part in the books is here; `PrefillAdder` is the same adder with
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Any, cast
@@ -65,10 +66,24 @@ class UnifiedAdder(PrefillAdder):
         self.preempt_list: list[Any] = []
         self._tree_disabled: bool = getattr(tree_cache, "disable", False) is True
         self._release = release
-        for request in self.running:
-            # exact: the ledger adds fractions up as they are
-            self.memory.promise(request.rid, "running", cast(int, self._share(request)), Due.LATER)
+        self._reserve_running()
         self._mix(num_mixed_decode_tokens)
+
+    def _reserve_running(self) -> None:
+        """Each running request's share, due later. Equal ones are worked out, and added up, once."""
+        shares: dict[tuple[int, bool], Tokens] = {}
+        count: Counter[tuple[int, bool]] = Counter()
+        entries = []
+        for request in self.running:
+            output = _Output(request)
+            key = (output.max_new_tokens - output.generated_tokens, output.ignore_eos)
+            if key not in shares:
+                shares[key] = self._share(request)
+            count[key] += 1
+            entries.append((request.rid, cast(int, shares[key])))
+        total = sum(shares[key] * times for key, times in count.items())
+        # exact fractions: the ledger adds them up as they are
+        self.memory.promise_each("running", entries, cast(int, total), Due.LATER)
 
     def _mix(self, decode_tokens: int) -> None:
         """A token each of so many running requests joins the batch: it is in every budget."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, cast
 
 from kvledger.adder import AddReqResult, PrefillAdder
@@ -60,7 +59,7 @@ def ledger_facts(adder: PrefillAdder) -> dict[str, Any]:
 
 def _whole(promise: Promise) -> Promise:
     tokens = math.ceil(promise.tokens)
-    return promise if tokens == promise.tokens else replace(promise, tokens=tokens)
+    return promise if tokens == promise.tokens else Promise(promise.request, promise.kind, tokens, promise.due)
 
 
 def snapshot_of(

@@ -45,3 +45,8 @@ def test_replayed_incident_is_what_the_command_prints(
     assert cli.main(shlex.split(command)[1:]) == 0
     printed = capsys.readouterr().out.strip()
     assert printed in README
+
+
+def test_decode_example_prints_its_figures(tmp_path: Path) -> None:
+    (example,) = _blocks("py")
+    assert _printed(example, tmp_path) == ["228 3 61"]
