@@ -18,7 +18,7 @@ from kvledger.events import Abort, Cached, Hold, Release, Transferred
 from kvledger.ledger import Due
 from kvledger.record import Decision, RoundRecord
 
-How = Literal["load-back", "lock", "chunk", "rounding", "forced", "hold", "leak"]
+How = Literal["load-back", "lock", "chunk", "rounding", "forced", "decode", "hold", "leak"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,8 @@ class Spending:
     """`tokens` slots that `request` (a hold's name counts as one; None: someone without a name) took from the pool.
 
     load-back, lock and chunk are an admission's three takes; "rounding" is the part of a chunk's last page that its
-    charge left out; "forced" a chunk run although nothing remained; "hold" and "leak" are no scheduler's takes.
+    charge left out; "forced" a chunk run although nothing remained; "decode" what running requests grew (of several: without a name);
+    "hold" and "leak" are no scheduler's takes.
     """
 
     request: str | None
@@ -169,6 +170,8 @@ def _spent(history: History, start: int, end: int, owner: str) -> list[Spending]
             case Transferred(request=request) | Abort(request=request) if request not in dict(moment.needs):
                 taken = {key: tokens for key, tokens in taken.items() if key[0] != request or key[1] == "hold"}
         decision = moment.decision
+        if decision is None and moment.event is None:
+            _add(taken, _grown(history, moment.round, dropped_tokens))
         if decision is not None and decision.request != owner:
             _add(taken, _takes(history, moment.round, decision))
             if decision.kind == "refused":
@@ -178,6 +181,15 @@ def _spent(history: History, start: int, end: int, owner: str) -> list[Spending]
         leaked_pages = history.moments[end - 1].leaked_pages - history.moments[max(start - 1, 0)].leaked_pages
         _add(taken, (Spending(None, "leak", leaked_pages * history.page_size),))
     return [Spending(request, how, tokens) for (request, how), tokens in taken.items() if tokens > 0]
+
+
+def _grown(history: History, round_number: int, dropped_tokens: int) -> Iterator[Spending]:
+    """What decode took of the `dropped_tokens` that a round's batch and its decode took together."""
+    record = next(record for record in reversed(history.outcome.rounds) if record.round == round_number)
+    if record.decoded:
+        chunk_pages = sum(_chunk_pages(decision, history.page_size) for decision in record.joined)
+        who = record.decoded[0] if len(record.decoded) == 1 else None
+        yield Spending(who, "decode", dropped_tokens - chunk_pages * history.page_size)
 
 
 def _add(taken: dict[tuple[str | None, How], int], spendings: Iterable[Spending]) -> None:

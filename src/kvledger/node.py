@@ -400,11 +400,12 @@ class PrefillNode(Occupancy):
         for chunk in adder.can_run_list:
             request = self.live[chunk.request.rid]
             request.prefix_tokens = chunk.end
-            if self.slots is not None:
-                self.slots.reserve(request.rid, chunk.start, chunk.end)
+            keeps_states = self.slots if self.settings.prefix_cache else None  # a state is saved with its page
+            if keeps_states is not None:
+                keeps_states.reserve(request.rid, chunk.start, chunk.end)
             self._cache_full_pages(request)
-            if self.slots is not None:
-                self.slots.attach(request.rid, request.locked)
+            if keeps_states is not None:
+                keeps_states.attach(request.rid, request.locked)
             if chunk.end == request.prompt_tokens:
                 self._prompt_done(request)
 

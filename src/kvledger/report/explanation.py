@@ -24,6 +24,7 @@ _HOW = {
     "chunk": "a chunk of {}",
     "rounding": "rounding {} up",
     "forced": "a forced chunk of {}",
+    "decode": "decode growing by {}",
     "hold": "a hold of {}",
     "leak": "a leak of {}",
 }
