@@ -36,8 +36,8 @@ class Spending:
     """`tokens` slots that `request` (a hold's name counts as one; None: someone without a name) took from the pool.
 
     load-back, lock and chunk are an admission's three takes; "rounding" is the part of a chunk's last page that its
-    charge left out; "forced" a chunk run although nothing remained; "decode" what running requests grew (of several: without a name);
-    "hold" and "leak" are no scheduler's takes.
+    charge left out; "forced" a chunk run although nothing remained; "decode" what running requests grew (of several:
+    without a name); "hold" and "leak" are no scheduler's takes.
     """
 
     request: str | None

@@ -844,3 +844,31 @@ def test_what_is_as_usual_is_not_written():
 )
 def test_what_only_decode_brings_needs_a_node_that_decodes(document, message):
     assert says(refusal(document), message)
+
+
+SLOTS = {"max_running_requests": 8, "pp_size": 2}
+
+
+def test_a_decoding_nodes_own_settings_are_read_and_written_as_they_were():
+    own = {"preemption_threshold": 0, "new_token_ratio_percent": 30, "prefix_cache": False, **SLOTS}
+    trace = parse(unified(schedule_policy="priority", **own), "t.json")
+    assert {name: getattr(trace.node, name) for name in own} == own
+    assert trace.node.request_slots == 4
+    assert loads(dumps(trace).encode(), "t.json") == trace
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (changed("node", "pp_size", to=2), "node.pp_size: 2 stages share nothing without max_running_requests"),
+        (changed("node", "pp_size", to=0), "node.pp_size: 0 is below the minimum 1"),
+        (unified(max_running_requests=2, pp_size=3), "node.max_running_requests: 2 request slots are fewer than …"),
+        (unified(preemption_threshold=0), 'node.preemption_threshold: 0 needs "mode": "unified" and …'),
+        (unified(new_token_ratio_percent=101), "node.new_token_ratio_percent: 101 is above the maximum 100"),
+        (unified(new_token_ratio_percent=0.7), "node.new_token_ratio_percent: 0.7 is not an integer"),
+        (changed("node", "new_token_ratio_percent", to=30), 'node.new_token_ratio_percent: 30 needs "mode": …'),
+        (unified(prefix_cache=0), "node.prefix_cache: 0 is not true or false"),
+    ],
+)
+def test_a_setting_that_would_say_nothing_is_refused(document, message):
+    assert says(refusal(document), message)
