@@ -235,6 +235,7 @@ class UnifiedNode(PrefillNode):
         """Put less important running requests back for this one, if that makes room for it."""
         if self.settings.preemption_threshold is None or not isinstance(adder, UnifiedAdder):
             return False
+        self._match(request)  # without a slot nobody has looked at it yet, and what is cached may have changed
         if not adder.preempt_to_schedule(request):
             return False
         self.watcher.preempted()

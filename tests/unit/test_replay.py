@@ -660,7 +660,7 @@ def test_a_rolled_back_prefill_breaks_the_promise():
         def run_round(self) -> RoundRecord:
             return changed(super().run_round(), rolled_back=("A",))
 
-    events = [Submit("A", prompt(("a", 100))), Drain()]
+    events: list[Event] = [Submit("A", prompt(("a", 100))), Drain()]
     outcome = play(events, target=Forgetful, monitor=InvariantMonitor())
     assert outcome.broken[0].invariant == "admitted-finishes"
     assert "thrown away" in outcome.broken[0].message

@@ -213,7 +213,7 @@ UNIFIED_SPACE = Space(
     draw_unified,
     UNIFIED_MOVES,
     examples=300,
-    name="beside decode",
+    name="+ decode",
     sound=SOUND_BESIDE_DECODE,
     before_drain=before_drain,
     world=UnifiedWorld,

@@ -112,7 +112,7 @@ def _verdict_table(results: Sequence[SearchResult]) -> Table:
     for result in results:
         found = result.found
         table.add_row(
-            result.title,
+            _narrow(result),
             f"{result.examples:,}",
             f"{result.rounds:,}",
             f"{result.seconds:.1f}",
@@ -124,7 +124,7 @@ def _verdict_table(results: Sequence[SearchResult]) -> Table:
 
 
 def _reached_table(results: Sequence[SearchResult]) -> Table:
-    table = _table("reached", *_right(*(result.title for result in results)))
+    table = _table("reached", *_right(*(_narrow(result) for result in results)))
     expected = [result.must_reach for result in results]
     beside_decode = any(result.space for result in results)
     for branch in (*BRANCHES, *(DECODE_BRANCHES if beside_decode else ())):
@@ -140,6 +140,11 @@ def _reached_table(results: Sequence[SearchResult]) -> Table:
             ),
         )
     return table
+
+
+def _narrow(result: SearchResult) -> str:
+    """Its title on two lines if it has a space of its own: 80 columns are not many."""
+    return "\n".join(filter(None, (result.rules, result.space)))
 
 
 def _table(*columns: str | Column) -> Table:
