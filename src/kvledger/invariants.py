@@ -12,9 +12,10 @@ from kvledger.evidence import Finding
 
 @dataclass(frozen=True, slots=True)
 class Invariant:
-    """`when` it is asked: after a decision, after a round, after any event, at rest or when stuck.
+    """`when` it is asked: after a decision, after a round, after any event, at rest, when stuck or on a crash.
 
-    `needs` are the capabilities of a target without which it is skipped, by name.
+    `needs` are the capabilities of a target without which it is skipped, by name; `unless`, those that a target
+    declares to say that it makes no such promise.
     """
 
     name: str
@@ -22,6 +23,11 @@ class Invariant:
     when: str
     check: Callable[..., Finding | None]
     needs: frozenset[str] = frozenset()
+    unless: frozenset[str] = frozenset()
+
+    def fits(self, capabilities: frozenset[str]) -> bool:
+        """A target with these capabilities can be held to it."""
+        return self.needs <= capabilities and not self.unless & capabilities
 
 
 _OFFSETS = frozenset({"offsets", "decisions"})
@@ -38,6 +44,7 @@ INVARIANTS: tuple[Invariant, ...] = (
         "decision",
         decided.promises_covered,
         _BATCHES,
+        unless=frozenset({"optimistic"}),
     ),
     Invariant(
         "never-forced",
@@ -79,7 +86,12 @@ INVARIANTS: tuple[Invariant, ...] = (
         _DECISIONS,
     ),
     Invariant(
-        "one-half-done", "there is one place for a half-done request", "decision", decided.one_half_done, _BATCHES
+        "one-half-done",
+        "there is one place for a half-done request",
+        "decision",
+        decided.one_half_done,
+        _BATCHES,
+        unless=frozenset({"hybrid"}),
     ),
     Invariant("on-grid", "KDA state is only saved on the checkpoint grid", "decision", decided.on_grid, _GRID),
     Invariant(
@@ -87,6 +99,7 @@ INVARIANTS: tuple[Invariant, ...] = (
         "a failed allocation ends the process, and every request with it",
         "round",
         state.admitted_finishes,
+        unless=frozenset({"may-preempt"}),
     ),
     Invariant(
         "other-is-minimal",
@@ -101,6 +114,7 @@ INVARIANTS: tuple[Invariant, ...] = (
         "round",
         state.table_fits,
         _BATCHES | _PAGES,
+        unless=frozenset({"hybrid"}),
     ),
     Invariant("ended-is-gone", "who has gone away must not be served", "event", state.ended_is_gone, _PAGES),
     Invariant(
@@ -109,6 +123,12 @@ INVARIANTS: tuple[Invariant, ...] = (
         "rest",
         state.everyone_served,
         _BATCHES,
+    ),
+    Invariant(
+        "never-raises",
+        "an exception in a scheduler ends every request on it",
+        "crash",
+        state.never_raises,
     ),
     Invariant("conserved", "a page has one owner, and none is lost", "event", state.conserved, _COUNTS),
     Invariant("no-use-after-free", "a page in use must not be given away", "event", state.no_use_after_free, _PAGES),

@@ -23,6 +23,7 @@ class InvariantMonitor(Monitor):
         for invariant in invariants:
             self._pending.setdefault(invariant.when, []).append(invariant)
         self.skipped: list[str] = []
+        self.crash: Exception | None = None
         self._round = self._rounds_ended = 0
 
     def attach(self, target: Target, settings: NodeSettings, rules: AccountingRules) -> None:
@@ -31,7 +32,7 @@ class InvariantMonitor(Monitor):
             if all(invariant not in pending for pending in self._pending.values()):
                 self._pending.setdefault(invariant.when, []).append(invariant)
         for when, invariants in self._pending.items():
-            able = [invariant for invariant in invariants if invariant.needs <= target.capabilities]
+            able = [invariant for invariant in invariants if invariant.fits(target.capabilities)]
             self.skipped += [invariant.name for invariant in invariants if invariant not in able]
             self._pending[when] = able
         snapshot = target.snapshot()
@@ -74,6 +75,13 @@ class InvariantMonitor(Monitor):
     def stuck(self, stuck: Stuck) -> None:
         self._look()
         self._ask("stuck", stuck)
+
+    def crashed(self, error: Exception) -> bool:
+        if not getattr(self._target, "foreign", False):
+            return False
+        self.crash = error
+        self._ask("crash", error)
+        return True
 
     def _note(self, event: Event) -> None:
         e = self.evidence

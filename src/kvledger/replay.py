@@ -38,10 +38,13 @@ class Target(Protocol):
     refusals too), `offsets` (what it has promised), `counts` (pages free, cached and of each request: they add up),
     `pages` (by identity). `submit` returns why a
     request can never be admitted, or None. `run_round` never raises for lack of memory: the record carries it.
+    Others say what it does not promise: `optimistic` (an admission reserves nothing for later chunks), `may-preempt`
+    (an admitted prefill may be rolled back and begin again), `hybrid` (layers with page tables of their own).
 
     An attribute `features`, where there is one, names what it models beyond plain prefill: `unified` (decode beside
     prefill: `submit` takes an Output as well, and there are `run_decode` and `finish`), `mixed_chunk`, and schedule
-    policies. A trace that asks for more is bad input.
+    policies. A trace that asks for more is bad input. `foreign`, if true, says that the code behind it is somebody
+    else's: what it raises is a finding (`never-raises`), not a fault of ours.
     """
 
     @property
@@ -106,6 +109,9 @@ class Monitor(Watcher):
 
     def at_rest(self) -> None: ...
     def stuck(self, stuck: Stuck) -> None: ...
+    def crashed(self, error: Exception) -> bool:  # noqa: ARG002 - for those who can
+        """The target raised. True if that is now a finding; else it is raised on."""
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,8 +257,8 @@ def _check_modelled(settings: NodeSettings, target: Target) -> None:
 class Replay:
     """A trace in the making: `apply` events one by one, read `outcome` at any time.
 
-    After a failed allocation the process is dead and further events do nothing; a broken invariant or a stuck drain
-    does not stop it.
+    After a failed allocation or an exception the process is dead and further events do nothing; a broken invariant or
+    a stuck drain does not stop it.
     """
 
     def __init__(
@@ -270,17 +276,28 @@ class Replay:
         _check_modelled(settings, self.target)
         self.monitor.attach(self.target, settings, rules)
         self.outcome = Outcome(broken=self.monitor.broken)
+        self.crashed = False
         self.prompts: dict[str, Prompt] = {}
         self.outputs: dict[str, Output] = {}
 
     @property
     def dead(self) -> bool:
-        return self.outcome.failure is not None
+        return self.crashed or self.outcome.failure is not None
 
     def apply(self, event: Event) -> None:
         """Let one event happen. EventError if it cannot."""
         if self.dead:
             return
+        try:
+            self._let_happen(event)
+        except EventError:
+            raise
+        except Exception as error:
+            if not self.monitor.crashed(error):
+                raise
+            self.crashed = True
+
+    def _let_happen(self, event: Event) -> None:
         if not isinstance(event, STEPS):
             self.outcome.happenings.append(self._happening(event))
         match event:
@@ -372,8 +389,9 @@ class Replay:
             record = self._round()
             if self.dead:
                 return
-            moved = record.joined or record.decoded or record.finished or record.retracted or record.loading
-            if not moved and not self._transfer_all() and self.target.has_work:
+            moved = record.joined or record.decoded or record.finished or record.loading
+            sent_back = record.retracted or record.rolled_back
+            if not moved and not self._transfer_all() and not sent_back and self.target.has_work:
                 self._stick(record, "a round admitted nothing and nothing is in flight")
                 return
         else:
@@ -390,7 +408,7 @@ class Replay:
         """
         pages = sum(ceil_pages(prompt.tokens, self.settings.page_size) for prompt in self.prompts.values())
         bound = 2 * pages + 3 * len(self.prompts) + 1
-        if self.settings.mode == "prefill":
+        if self.settings.mode == "prefill" and "optimistic" not in self.target.capabilities:
             return bound
         return (bound + sum(output.max_new_tokens for output in self.outputs.values())) * (len(self.prompts) + 1)
 

@@ -30,6 +30,7 @@ class CountedTarget:
     """
 
     capabilities = frozenset({"batches", "counts"})
+    foreign = True
 
     def __init__(self, settings: NodeSettings, watcher: Watcher) -> None:
         self.settings = settings

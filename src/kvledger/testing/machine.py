@@ -105,7 +105,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     def _judge(self) -> None:
         if self.monitor.broken:
             first = self.monitor.broken[0]
-            raise _broken_class(first.invariant)(f"round {first.round}: {first.message}", self)
+            raise _broken_class(first.invariant)(f"round {first.round}: {first.message}", self) from self.monitor.crash
 
 
 _OBSERVERS: list[Callable[[AdmissionMachine], object]] = []
