@@ -29,8 +29,8 @@ def admitted_finishes(e: Evidence, record: RoundRecord) -> Finding | None:
             return Finding(
                 decision.request, f"{decision.request} had computed {computed} tokens and went on from {decision.start}"
             )
-    alive = {request.rid for request in e.after.live}
-    lost = next((rid for rid in e.computed if rid not in alive), None)
+    there = {request.rid for request in e.after.live} | set(record.finished)
+    lost = next((rid for rid in e.computed if rid not in there), None)
     return Finding(lost, f"{lost} was admitted and is gone before its prefill was done") if lost else None
 
 

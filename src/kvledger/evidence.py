@@ -48,8 +48,8 @@ class Evidence:
 
 
 def needed_pages_of(request: LiveRequest, page_size: int) -> int:
-    """Pages that an admitted request has yet to allocate to finish its prefill."""
-    return ceil_pages(request.prompt_tokens, page_size) - len(request.pages)
+    """Pages that an admitted request has yet to allocate to finish its prefill; one that decodes may have more."""
+    return max(0, ceil_pages(request.prompt_tokens, page_size) - len(request.pages))
 
 
 def owed_tokens(decision: Decision, rules: AccountingRules, page_size: int) -> tuple[int, int]:
@@ -75,6 +75,8 @@ def compute_left(e: Evidence) -> tuple[int | None, int | None]:
     """What the batch has left of the chunk budget and of max_prefill_tokens."""
     batch = [d for d in e.earlier if d.joined]
     spent_tokens = sum(ceil_tokens(d.tokens, e.page_size) for d in batch)
+    if e.settings.mixed_chunk:
+        spent_tokens += sum(1 for request in e.before.live if request.in_flight)  # each takes a token in this batch
     chunk_limit, input_limit = e.settings.chunked_prefill_size, e.settings.max_prefill_tokens
     gap_spent = e.rules.spend_gap and any(d.tail_tokens > 0 for d in batch)
     chunk_left = None if chunk_limit is None else 0 if gap_spent else chunk_limit - spent_tokens

@@ -123,6 +123,7 @@ INVARIANTS: tuple[Invariant, ...] = (
         "rest",
         state.everyone_served,
         _BATCHES,
+        unless=frozenset({"hybrid"}),
     ),
     Invariant(
         "never-raises",

@@ -86,8 +86,9 @@ class InvariantMonitor(Monitor):
     def _note(self, event: Event) -> None:
         e = self.evidence
         match event:
-            case Submit(request=rid, prompt=prompt) if e.settings.fits_empty_pool(prompt.tokens):
-                e.unserved.add(rid)
+            case Submit(request=rid, prompt=prompt, output=output):
+                if e.settings.fits_empty_pool(prompt.tokens + output.max_new_tokens - 1):
+                    e.unserved.add(rid)
             case Abort(request=rid):
                 e.computed.pop(rid, None)
                 e.unserved.discard(rid)

@@ -45,6 +45,11 @@ class Target(Protocol):
     prefill: `submit` takes an Output as well, and there are `run_decode` and `finish`), `mixed_chunk`, and schedule
     policies. A trace that asks for more is bad input. `foreign`, if true, says that the code behind it is somebody
     else's: what it raises is a finding (`never-raises`), not a fault of ours.
+
+    An attribute `standalone`, where there is one, makes a report to upstream repeatable without kvledger:
+    `standalone(trace)` is the text of a module that needs the scheduler's own package alone and defines
+    `World(node, rules)`, as kvledger.targets.script_runner says; ValueError, one line, if this trace cannot be played
+    so. `packages`, beside it, names the distributions whose versions belong into a report.
     """
 
     @property

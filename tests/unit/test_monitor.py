@@ -907,6 +907,21 @@ def test_what_a_target_cannot_show_is_skipped_by_name(capabilities: set[str]) ->
     assert found == [name for name in ("order", "ledger-exact") if name not in unable]
 
 
+@pytest.mark.parametrize(
+    ("word", "skipped"),
+    [
+        ("optimistic", {"promises-covered"}),
+        ("may-preempt", {"admitted-finishes"}),
+        ("hybrid", {"one-half-done", "table-fits", "everyone-served"}),
+    ],
+)
+def test_what_a_target_does_not_promise_is_skipped_by_name(word: str, skipped: set[str]) -> None:
+    class Modest(Overdrawn):
+        capabilities = Overdrawn.capabilities | {word}
+
+    assert set(play([submit("A", 100), Drain()], Modest).skipped) == skipped
+
+
 def test_a_target_without_offsets_skips_what_judges_them() -> None:
     needing = {invariant.name for invariant in INVARIANTS if "offsets" in invariant.needs}
     assert {"order", "fix-is-minimal"} <= needing

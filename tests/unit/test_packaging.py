@@ -24,7 +24,7 @@ KERNELS = ROOT / "src" / "kernels"
 ORDER = (
     *("arithmetic", "ledger", "rules", "adder"),
     *("request", "pool", "radix", "record", "occupancy", "views", "slots", "node"),
-    *("events", "trace", "replay", "evidence", "invariants", "monitor", "shrink", "diagnose"),
+    *("events", "trace", "replay", "evidence", "invariants", "monitor", "shrink", "diagnose", "compare"),
 )
 # A helper stands just left of the one module that may import it, among its siblings in this order.
 HELPERS = {
@@ -37,6 +37,8 @@ HELPERS = {
     "diagnose_history": "diagnose",
     "diagnose_promise": "diagnose",
     "diagnose_future": "diagnose",
+    "differences": "compare",
+    "runs": "compare",
 }
 
 
