@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvledger.targets.sglang.space import PLAIN_SPACE, SGLANG_SPACE, modelled_by
+from kvledger.targets.sglang.space import PLAIN_SPACE, SGLANG_SPACE, UNMIXED_SPACE, modelled_by
 from kvledger.testing.failure import explain_failure
 from kvledger.testing.moves import Space
 from kvledger.testing.search import search
@@ -29,6 +29,7 @@ def test_finds_the_hole_by_itself(sglang: Any) -> None:
     [
         pytest.param("upstream", PLAIN_SPACE, id="nothing-held-back"),
         pytest.param("tail-reserved", SGLANG_SPACE, id="tail-reserved"),
+        pytest.param("upstream", UNMIXED_SPACE, id="decode-beside-prefill"),
     ],
 )
 def test_nothing_new(sglang: Any, rules: str, space: Space) -> None:

@@ -250,4 +250,15 @@ UNIFIED_SPACE = replace(
     settings=draw_unified_settings,
     moves=UNIFIED_MOVES,
 )
-"""Decode beside prefill, without alignment and without holding back."""
+"""Decode beside prefill, without alignment and without holding back. Mixed chunks have a hole of their own."""
+
+
+def draw_unmixed_settings(**drawn: int) -> NodeSettings:
+    """Decode rounds between prefill batches, never in them."""
+    return replace(draw_unified_settings(**drawn), mixed_chunk=False)
+
+
+UNMIXED_SPACE = replace(
+    UNIFIED_SPACE, settings=draw_unmixed_settings, moves=tuple(move for move in UNIFIED_MOVES if move.name != "decode")
+)
+"""As the scheduler does by default: nobody decodes while a prompt is half done. Nothing is known to break here."""
