@@ -3,7 +3,8 @@
 ``python -m kvledger.kernels.aot [--json] [MODULE...]``, without a GPU, in a process of its own: the interpreter and the
 compiler cannot share one. Each ``kvledger.kernels.*_triton`` module registers its variants by a function
 ``aot_variants() -> list[tuple[str, Launch]]`` whose launches are built, from tensors on the ``meta`` device, by the
-functions that build the real ones. Triton's own argument binder then decides types and alignments as at a launch.
+functions that build the real ones. ``aot_executor`` registers what an executor was seen to launch for each model.
+Triton's own argument binder then decides types and alignments as at a launch.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ class Usage:
 
 
 def kernel_modules() -> list[str]:
-    """Return the names of this package's modules that hold Triton kernels."""
+    """Return the names of this package's modules that register variants: all that hold Triton kernels, and one more."""
     found = pkgutil.iter_modules(import_module("kvledger.kernels").__path__)
-    return [info.name for info in found if info.name.endswith("_triton")]
+    return [info.name for info in found if info.name.endswith("_triton")] + ["aot_executor"]
 
 
 def collect_variants(module: str) -> dict[str, Launch]:
@@ -93,6 +94,20 @@ def compile_variant(name: str, launch: Launch) -> Usage:
 
 def _compile(launch: Launch) -> Any:
     import triton
+
+    source, target, options = _specialised(launch)
+    return triton.compile(source, target=target, options=options)
+
+
+def fingerprint(launch: Launch) -> str:
+    """Return what Triton would compile for a launch: equal for two launches that share a binary."""
+    source, _, options = _specialised(launch)
+    parts = (launch.kernel.fn.__name__, source.signature, source.constants, source.attrs, options)
+    return repr([sorted(part.items(), key=repr) if isinstance(part, dict) else part for part in parts])
+
+
+def _specialised(launch: Launch) -> tuple[Any, Any, dict[str, Any]]:
+    """Source, target and options as Triton's own binder has them for these arguments."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import create_function_from_signature
@@ -105,8 +120,7 @@ def _compile(launch: Launch) -> Any:
     parsed, signature, constants, attributes = kernel._pack_args(
         backend, dict(launch.options), bound, specialization, options
     )
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=target, options=parsed.__dict__)
+    return ASTSource(kernel, signature, constants, attributes), target, parsed.__dict__
 
 
 def _cuobjdump() -> Path:

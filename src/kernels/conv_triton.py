@@ -126,7 +126,8 @@ def windows_launch(call: ConvCall) -> Launch:
 
 def block_c(channels: int) -> int:
     """Channels per program; one block in the interpreter, where a program costs the same whatever its size."""
-    return triton.next_power_of_2(channels) if interprets() else min(128, triton.next_power_of_2(channels))
+    block: int = triton.next_power_of_2(channels)
+    return block if interprets() else min(128, block)
 
 
 def run(call: ConvCall) -> None:

@@ -213,6 +213,10 @@ class DeviceNode(PrefillNode):
     def _check(self, batch: Sequence[Work]) -> None:
         tables = [PageTable(r.rid, tuple(r.pages), r.shared_pages) for r in self.live.values()]
         self.device.check_tables(tables, {work.rid: work.start for work in batch}, self.pool.released())
+        slots = self.real_slots
+        owners = [(rid, [slot]) for rid, slot in slots.live.items()]
+        owners += [(f"{work.rid}'s checkpoints", list(work.saves.values())) for work in batch]
+        self.device.check_slots([*owners, ("the prefix tree", slots.saved.values())], slots.free_numbers())
 
     def _one_piece(self, work: Work) -> torch.Tensor | None:
         """The same tokens of the prompt run in one piece, where cuts cannot have changed a bit."""

@@ -143,6 +143,17 @@ class DevicePool:
                     f"{table.rid}: page {table.pages[number]} of its table has {written} rows written, {wanted} needed"
                 )
 
+    def check_slots(self, owners: Iterable[tuple[str, Iterable[int]]], free: Iterable[int]) -> None:
+        """TableError unless each state slot is in range, not free, and of one owner alone."""
+        owned = dict.fromkeys(free, "nobody: it is free")
+        for name, slots in owners:
+            for slot in slots:
+                if not 0 <= slot < self.slots:
+                    raise TableError(f"{name}: state slot {slot} is outside [0, {self.slots})")
+                if slot in owned:
+                    raise TableError(f"{name}: state slot {slot} belongs to {owned[slot]}")
+                owned[slot] = name
+
     def check_state(self, rid: str, slot: int) -> None:
         """TableError unless `slot` holds a state."""
         if slot not in self.device.stated:
@@ -172,18 +183,18 @@ class DevicePool:
         self.grow_host(host_page + 1)
         self._copy(self.device.states, self.host.states, slot, host_page)
         self._copy(self.device.windows, self.host.windows, slot, host_page)
-        self.host.stated.add(host_page)
+        _mark(self.host.stated, host_page, slot in self.device.stated)
 
     def load_state_back(self, host_page: int, slot: int) -> None:
         self._copy(self.host.states, self.device.states, host_page, slot)
         self._copy(self.host.windows, self.device.windows, host_page, slot)
-        self.device.stated.add(slot)
+        _mark(self.device.stated, slot, host_page in self.host.stated)
 
     def restore(self, source: int, slot: int) -> None:
         """Copy a checkpoint, states and windows, into a live slot."""
         self._copy(self.device.states, self.device.states, source, slot)
         self._copy(self.device.windows, self.device.windows, source, slot)
-        self.device.stated.add(slot)
+        _mark(self.device.stated, slot, source in self.device.stated)
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor, unit: int, place: int) -> None:
         page_copy(source, target, [unit], [place], backend=self.backend).wait()
@@ -244,3 +255,11 @@ class DevicePool:
             for row in range(written, size)
         ]
         return canary_check(flat, poisoned_rows=unused)
+
+
+def _mark(stated: set[int], slot: int, holds: bool) -> None:
+    """A copy of poison is poison, and no launch may start from it."""
+    if holds:
+        stated.add(slot)
+    else:
+        stated.discard(slot)

@@ -94,6 +94,6 @@ _TINY: Mapping[str, Domain] = {
     "pool_pages": (2, 4),
 }
 
-SMALL_SPACE = Space(_DOMAINS, draw_small, _moves(), examples=200)
+SMALL_SPACE = Space(_DOMAINS, draw_small, _moves(), examples=60)
 TINY_SPACE = Space({**_DOMAINS, **_TINY}, draw_small, _moves(), examples=5, thorough=False)
 """For an interpreter, where 16 tokens cost a hundred milliseconds."""

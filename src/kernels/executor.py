@@ -61,16 +61,19 @@ class Step:
 
 
 class Executor:
-    """A model over a pool. `grid` is where checkpoints lie; where it is no multiple of 16, passes are cut there."""
+    """A model over a pool, with its own weights unless other `layers` are given.
 
-    def __init__(self, pool: DevicePool, grid: int) -> None:
+    `grid` is where checkpoints lie; where it is no multiple of 16, passes are cut there.
+    """
+
+    def __init__(self, pool: DevicePool, grid: int, layers: Sequence[Layer] | None = None) -> None:
         self.pool = pool
         self.spec: ModelSpec = pool.spec
         self.backend: Backend = pool.backend
         self.grid = grid
         like = pool.device.latents
         self.dtype, self.device = like.dtype, like.device
-        self.layers = [_on_device(layer, like) for layer in weights(self.spec)]
+        self.layers = [_on_device(layer, like) for layer in layers or weights(self.spec)]
         self.passes = 0
 
     def run(self, batch: Sequence[Work], *, outputs: bool = True) -> list[torch.Tensor]:

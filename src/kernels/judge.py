@@ -23,8 +23,8 @@ FP32_RATIO: Final = 3e-5
 FP32_TOKEN_RATIO: Final = 3e-4
 """Of one token's output, against the mean of all outputs; a whole chunk keeps to `FP32_RATIO`."""
 
-SAMPLE_ABOVE_TOKENS: Final = 4096
-SAMPLE_TOKENS: Final = 256
+KEPT_WHOLE_TOKENS: Final = 4096
+"""Of a longer prompt only the tokens that were computed get their reference: attention is quadratic."""
 
 
 @dataclass(slots=True)
@@ -45,7 +45,6 @@ class Judge:
     truth: Truth
     wrong_data: Finding | None = None
     wrong_poison: Finding | None = None
-    tokens: int = 0
     compared: int = 0
     bitwise: int = 0
     worst: float = 0.0
@@ -57,19 +56,18 @@ class Judge:
 
     def look(self, output: Output) -> None:
         """Compare a chunk's outputs, token by token."""
-        self.tokens += len(output.values)
-        positions, exact = self._exact(output)
-        found = output.values.double().numpy()[positions - output.start]
+        exact = self._exact(output)
+        found = output.values.double().numpy()
         scale = np.sqrt((exact * exact).mean())
         errors = np.sqrt(((found - exact) ** 2).mean(1)) / scale
-        self.compared += len(positions)
+        self.compared += len(found)
         whole, worst = float(np.sqrt((errors**2).mean())), float(errors.max())
         self.worst, self.worst_token = max(self.worst, whole), max(self.worst_token, worst)
         if not (whole <= FP32_RATIO and worst <= FP32_TOKEN_RATIO):  # NaN is no number below
             wrong = ~(errors <= FP32_TOKEN_RATIO) if not worst <= FP32_TOKEN_RATIO else errors > FP32_RATIO
             first = int(np.argmax(wrong))
             message = (
-                f"{output.rid}: token {positions[first]} is off by {errors[first]:.2g} of its size, "
+                f"{output.rid}: token {output.start + first} is off by {errors[first]:.2g} of its size, "
                 f"chunk {output.start}..{output.start + len(output.values)} by {whole:.2g}"
             )
             self.wrong_data = self.wrong_data or Finding(output.rid, message)
@@ -84,20 +82,17 @@ class Judge:
             message = f"{output.rid}: token {position} differs in bits from the prompt run in one piece"
             self.wrong_data = self.wrong_data or Finding(output.rid, message)
 
-    def _exact(self, output: Output) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    def _exact(self, output: Output) -> npt.NDArray[np.float64]:
         start, end = output.start, output.start + len(output.values)
-        if output.prompt.tokens <= SAMPLE_ABOVE_TOKENS:
-            return np.arange(start, end), self.truth.outputs(output.prompt)[start:end]
-        wanted = np.unique(np.concatenate([np.arange(start, min(start + 4, end)), np.arange(max(start, end - 4), end),
-                                           np.linspace(start, end - 1, SAMPLE_TOKENS).astype(np.int64)]))  # fmt: skip
-        return wanted, self.truth.sampled(output.prompt, [int(position) for position in wanted])
+        if output.prompt.tokens <= KEPT_WHOLE_TOKENS:
+            return self.truth.outputs(output.prompt)[start:end]
+        return self.truth.at(output.prompt, range(start, end))
 
     def note(self) -> str:
         """What was compared, in one line."""
-        share = "every one" if self.compared == self.tokens else f"a sample of {self.compared:,}"
         bits = f", {self.bitwise:,} in bits with the prompt in one piece" if self.bitwise else ""
         return (
-            f"{self.tokens:,} tokens computed, {share} compared with float64{bits}: worst chunk {self.worst:.1e}, "
+            f"{self.compared:,} tokens computed, every one compared with float64{bits}: worst chunk {self.worst:.1e}, "
             f"worst token {self.worst_token:.1e}"
         )
 

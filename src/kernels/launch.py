@@ -2,13 +2,16 @@
 
 Triton decides *when it is imported* whether ``triton.jit`` compiles or interprets, and a process does one or the other.
 A launch is a value because the ahead-of-time compiler (``kvledger.kernels.aot``) must see exactly what the executor
-launches: it takes the same ``Launch``, built by the same function from tensors on torch's ``meta`` device.
+launches: it takes the same ``Launch``, built by the same function from tensors on torch's ``meta`` device, or noted
+down (``recording``) while an executor runs a batch.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -20,6 +23,9 @@ Backend = Literal["torch", "interpret", "triton"]
 BACKENDS: Final[tuple[Backend, ...]] = ("torch", "interpret", "triton")
 
 POINTER_ALIGNMENT_BYTES: Final = 16
+
+
+_recorded: list[list[Launch]] = []
 
 
 class BackendError(RuntimeError):
@@ -42,14 +48,39 @@ class Launch:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
 
     def run(self) -> None:
-        """Launch, unless the grid is empty; a pointer that needs another compiled variant is refused."""
+        """Launch, or note it while recording, unless the grid is empty; a misaligned pointer is refused.
+
+        It would need another compiled variant than the one that was checked.
+        """
         if 0 in self.grid:
             return
         compiled = type(self.kernel).__name__ != "InterpretedFunction"
         for name, value in self.args.items():
             if compiled and isinstance(value, torch.Tensor) and value.data_ptr() % POINTER_ALIGNMENT_BYTES:
                 raise BackendError(f"{name} starts at {value.data_ptr():#x}, not on {POINTER_ALIGNMENT_BYTES} bytes")
-        self.kernel[self.grid](**self.args, **self.options)
+        if _recorded:
+            _recorded[-1].append(self)
+        else:
+            self.kernel[self.grid](**self.args, **self.options)
+
+
+@contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Launches of backend "triton" are noted and not made; tensors on a CPU stand for those on a device.
+
+    What they would have written stays as it was. For the ahead-of-time check, which has no device.
+    """
+    launches: list[Launch] = []
+    _recorded.append(launches)
+    try:
+        yield launches
+    finally:
+        _recorded.pop()
+
+
+def compiled_reach(tensor: torch.Tensor) -> bool:
+    """Whether a compiled kernel can read and write the tensor's memory."""
+    return bool(_recorded) or tensor.device.type == "cuda" or tensor.is_pinned()
 
 
 def resolve_backend(backend: Backend | None, device: torch.device) -> Backend:
@@ -58,7 +89,7 @@ def resolve_backend(backend: Backend | None, device: torch.device) -> Backend:
         return "triton" if device.type == "cuda" else "torch"
     if backend not in BACKENDS:
         raise BackendError(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
-    if backend == "triton" and device.type != "cuda":
+    if backend == "triton" and device.type != "cuda" and not _recorded:
         raise BackendError(f"backend 'triton' needs CUDA tensors, these are on {device}; 'interpret' runs on a CPU")
     if backend == "interpret" and device.type != "cpu":
         raise BackendError(f"backend 'interpret' needs CPU tensors, these are on {device}")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from kvledger.kernels.canary import POISON, CanaryFault, canary_check, canary_fill
-from kvledger.kernels.launch import Backend, resolve_backend, triton_module
+from kvledger.kernels.launch import Backend, compiled_reach, resolve_backend, triton_module
 from kvledger.kernels.tables import Ints, TableError, check_units, upload
 from kvledger.kernels.words import as_words
 
@@ -82,8 +82,7 @@ def _engine(backend: Backend, src_pool: torch.Tensor, dst_pool: torch.Tensor) ->
     """Return ``kernel`` unless a compiled kernel would have to reach unpinned host memory."""
     if backend != "triton":
         return "kernel"
-    reachable = all(pool.device.type == "cuda" or pool.is_pinned() for pool in (src_pool, dst_pool))
-    return "kernel" if reachable else "runs"
+    return "kernel" if compiled_reach(src_pool) and compiled_reach(dst_pool) else "runs"
 
 
 def _same_words(src_pool: torch.Tensor, dst_pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

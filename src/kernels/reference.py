@@ -70,7 +70,7 @@ def causal_convolution(x: Any, weight: Any, bias: Any = None, window: Any = None
     channels, width = weight.shape
     before = np.zeros((width - 1, channels)) if window is None else as_array(window)
     history = [*before, *x]
-    outputs = np.empty_like(x)
+    outputs: Array = np.empty_like(x)
     for token in range(len(x)):
         total = np.zeros(channels) if bias is None else as_array(bias)
         for tap in range(width):

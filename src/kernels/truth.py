@@ -19,7 +19,7 @@ from kvledger.request import Prompt
 Array = npt.NDArray[np.float64]
 
 KEPT_TOKENS = 1 << 18
-ROWS_AT_A_TIME = 512
+ROWS_AT_A_TIME = 128
 
 
 class Truth:
@@ -31,7 +31,7 @@ class Truth:
         self._trunks: dict[tuple[Any, ...], Array] = {}
 
     def outputs(self, prompt: Prompt) -> Array:
-        """Outputs of every token, [tokens, hidden]. Attention makes this quadratic: see `sampled` for long prompts."""
+        """Outputs of every token, [tokens, hidden]. Attention makes this quadratic: see `at` for long prompts."""
         key = prompt.segments
         for kept in self._prefix_keys(prompt):
             outputs = self._kept.get(kept)
@@ -45,7 +45,7 @@ class Truth:
             self._kept.popitem(last=False)
         return found
 
-    def sampled(self, prompt: Prompt, positions: Sequence[int]) -> Array:
+    def at(self, prompt: Prompt, positions: Sequence[int] | range) -> Array:
         """Outputs of the tokens at `positions` only, [len(positions), hidden]; all of them get their KDA states."""
         return self._compute(prompt, np.asarray(positions))
 
@@ -132,11 +132,12 @@ def _mla_layer(spec: ModelSpec, layer: Layer, h: Array, rows: npt.NDArray[np.int
     mixed = np.empty((len(rows), spec.heads, spec.rank))
     for first in range(0, len(rows), ROWS_AT_A_TIME):
         some = slice(first, first + ROWS_AT_A_TIME)
-        seen = int(rows[some].max()) + 1
-        hidden = np.arange(seen) > rows[some][:, None]
+        everybody, seen = int(rows[some].min()) + 1, int(rows[some].max()) + 1
+        hidden = np.arange(everybody, seen) > rows[some][:, None]
         for head in range(spec.heads):
-            scores = queries[some, head] @ latents[:seen].T * spec.latent**-0.5
-            scores[hidden] = -np.inf
-            scores = np.exp(scores - scores.max(1, keepdims=True))
-            mixed[some, head] = (scores / scores.sum(1, keepdims=True)) @ latents[:seen, : spec.rank]
+            scores = (queries[some, head] * spec.latent**-0.5) @ latents[:seen].T
+            scores[:, everybody:][hidden] = -np.inf
+            scores -= scores.max(1, keepdims=True)
+            np.exp(scores, out=scores)
+            mixed[some, head] = scores @ latents[:seen, : spec.rank] / scores.sum(1, keepdims=True)
     return np.asarray(mixed.reshape(len(rows), -1) @ layer.out.astype(np.float64))

@@ -18,9 +18,11 @@ from typing import Any, NoReturn
 
 from kvledger import __version__
 from kvledger.commands import Shell, add_trace_options, chosen_rules
+from kvledger.commands.compare import add_compare
 from kvledger.commands.draw import add_perfetto, add_report
 from kvledger.commands.explain import add_explain
 from kvledger.commands.keep import add_fixture, add_shrink
+from kvledger.commands.upstream import add_upstream
 from kvledger.monitor import InvariantMonitor
 from kvledger.replay import TargetFactory, replay
 from kvledger.report import Replayed
@@ -173,7 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_replay(commands)
     _add_verify(commands)
-    for add in (add_explain, add_report, add_perfetto, add_shrink, add_fixture):
+    for add in (add_explain, add_compare, add_report, add_perfetto, add_shrink, add_fixture, add_upstream):
         add(commands, SHELL)
     return parser
 

@@ -17,6 +17,7 @@ from kvledger.diagnose_history import History, Moment
 from kvledger.events import Abort, Cached, Hold, Release, Transferred
 from kvledger.ledger import Due
 from kvledger.record import Decision, RoundRecord
+from kvledger.replay import Outcome
 
 How = Literal["load-back", "lock", "chunk", "rounding", "forced", "decode", "hold", "leak"]
 
@@ -79,6 +80,12 @@ def find_breach(history: History) -> Breach | None:
     if not spent:
         spent = _spent(history, _first_of_round(history, made), made, owner)
     return Breach(promise, _by_size(spent), history.moments[at])
+
+
+def decoded_since(outcome: Outcome, round_number: int) -> tuple[str, ...]:
+    """Who took tokens by decoding from that round on: nobody's decision, and slots all the same."""
+    rounds = (record for record in outcome.rounds if record.round >= round_number)
+    return tuple(dict.fromkeys(request for record in rounds for request in record.decoded))
 
 
 # --- the owner

@@ -64,8 +64,8 @@ class Evidence:
 
 
 def needed_pages_of(request: LiveRequest, page_size: int) -> int:
-    """Pages that an admitted request has yet to allocate to finish its prefill."""
-    return 0 if request.decoding else ceil_pages(request.prompt_tokens, page_size) - len(request.pages)
+    """Pages that an admitted request has yet to allocate to finish its prefill; one that decodes may have more."""
+    return 0 if request.decoding else max(0, ceil_pages(request.prompt_tokens, page_size) - len(request.pages))
 
 
 def output_tokens(e: Evidence, rid: str) -> int:

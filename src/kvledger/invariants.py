@@ -13,9 +13,10 @@ from kvledger.evidence import Finding
 
 @dataclass(frozen=True, slots=True)
 class Invariant:
-    """`when` it is asked: after a decision, after a round, after any event, at rest or when stuck.
+    """`when` it is asked: after a decision, after a round, after any event, at rest, when stuck or on a crash.
 
-    `needs` are the capabilities of a target without which it is skipped, by name.
+    `needs` are the capabilities of a target without which it is skipped, by name; `unless`, those that a target
+    declares to say that it makes no such promise.
     """
 
     name: str
@@ -23,6 +24,11 @@ class Invariant:
     when: str
     check: Callable[..., Finding | None]
     needs: frozenset[str] = frozenset()
+    unless: frozenset[str] = frozenset()
+
+    def fits(self, capabilities: frozenset[str]) -> bool:
+        """A target with these capabilities can be held to it."""
+        return self.needs <= capabilities and not self.unless & capabilities
 
 
 _OFFSETS = frozenset({"offsets", "decisions"})
@@ -31,6 +37,7 @@ _BATCHES = frozenset({"batches"})
 _GRID = frozenset({"batches", "grid"})
 _PAGES = frozenset({"pages"})
 _COUNTS = frozenset({"counts"})
+_DECODE = frozenset({"decode", "offsets", "decisions", "pages"})
 
 INVARIANTS: tuple[Invariant, ...] = (
     Invariant(
@@ -39,6 +46,7 @@ INVARIANTS: tuple[Invariant, ...] = (
         "decision",
         decided.promises_covered,
         _BATCHES,
+        unless=frozenset({"optimistic"}),
     ),
     Invariant(
         "never-forced",
@@ -80,7 +88,12 @@ INVARIANTS: tuple[Invariant, ...] = (
         _DECISIONS,
     ),
     Invariant(
-        "one-half-done", "there is one place for a half-done request", "decision", decided.one_half_done, _BATCHES
+        "one-half-done",
+        "there is one place for a half-done request",
+        "decision",
+        decided.one_half_done,
+        _BATCHES,
+        unless=frozenset({"hybrid"}),
     ),
     Invariant("on-grid", "KDA state is only saved on the checkpoint grid", "decision", decided.on_grid, _GRID),
     Invariant(
@@ -88,6 +101,7 @@ INVARIANTS: tuple[Invariant, ...] = (
         "a failed allocation ends the process, and every request with it",
         "round",
         state.admitted_finishes,
+        unless=frozenset({"may-preempt"}),
     ),
     Invariant(
         "other-is-minimal",
@@ -102,6 +116,7 @@ INVARIANTS: tuple[Invariant, ...] = (
         "round",
         state.table_fits,
         _BATCHES | _PAGES,
+        unless=frozenset({"hybrid"}),
     ),
     Invariant("ended-is-gone", "who has gone away must not be served", "event", state.ended_is_gone, _PAGES),
     Invariant(
@@ -110,6 +125,13 @@ INVARIANTS: tuple[Invariant, ...] = (
         "rest",
         state.everyone_served,
         _BATCHES,
+        unless=frozenset({"hybrid"}),
+    ),
+    Invariant(
+        "never-raises",
+        "an exception in a scheduler ends every request on it",
+        "crash",
+        state.never_raises,
     ),
     Invariant("conserved", "a page has one owner, and none is lost", "event", state.conserved, _COUNTS),
     Invariant("no-use-after-free", "a page in use must not be given away", "event", state.no_use_after_free, _PAGES),
@@ -119,33 +141,33 @@ INVARIANTS: tuple[Invariant, ...] = (
         "a page that decode takes from a tail is missed when the next chunk runs",
         "round",
         decode.tail_spared,
-        _PAGES,
+        _DECODE,
     ),
     Invariant(
         "comes-back-whole",
         "what a retracted request had generated is computed and held again",
         "decision",
         decode.comes_back_whole,
-        _OFFSETS,
+        _DECODE,
     ),
-    Invariant("in-order", "whose turn it is must not be passed over", "decision", decode.in_order, _OFFSETS),
+    Invariant("in-order", "whose turn it is must not be passed over", "decision", decode.in_order, _DECODE),
     Invariant(
-        "slots-kept", "a request without a slot has no row to write its pages in", "round", decode.slots_kept, _PAGES
+        "slots-kept", "a request without a slot has no row to write its pages in", "round", decode.slots_kept, _DECODE
     ),
-    Invariant("full-is-true", "a batch called full turns everybody away", "round", decode.full_is_true, _OFFSETS),
+    Invariant("full-is-true", "a batch called full turns everybody away", "round", decode.full_is_true, _DECODE),
     Invariant(
-        "each-decodes-once", "a round owes each running request one token", "round", decode.each_decodes_once, _PAGES
+        "each-decodes-once", "a round owes each running request one token", "round", decode.each_decodes_once, _DECODE
     ),
-    Invariant("output-exact", "an output is as long as was asked for", "round", decode.output_exact, _PAGES),
+    Invariant("output-exact", "an output is as long as was asked for", "round", decode.output_exact, _DECODE),
     Invariant(
         "retraction-exact",
         "work is only thrown away for pages that are needed",
         "round",
         decode.retraction_exact,
-        _OFFSETS | _PAGES,
+        _DECODE,
     ),
     Invariant(
-        "abort-is-last", "a request that could have waited must not be given up", "round", decode.abort_is_last, _PAGES
+        "abort-is-last", "a request that could have waited must not be given up", "round", decode.abort_is_last, _DECODE
     ),
     Invariant("progress", "a safe scheduler that starves is no scheduler", "stuck", state.progress),
 )

@@ -25,6 +25,7 @@ class InvariantMonitor(Monitor):
         for invariant in invariants:
             self._pending.setdefault(invariant.when, []).append(invariant)
         self.skipped: list[str] = []
+        self.crash: Exception | None = None
         self._round = self._rounds_ended = 0
         self._open = False
 
@@ -34,7 +35,7 @@ class InvariantMonitor(Monitor):
             if all(invariant not in pending for pending in self._pending.values()):
                 self._pending.setdefault(invariant.when, []).append(invariant)
         for when, invariants in self._pending.items():
-            able = [invariant for invariant in invariants if invariant.needs <= target.capabilities]
+            able = [invariant for invariant in invariants if invariant.fits(target.capabilities)]
             self.skipped += [invariant.name for invariant in invariants if invariant not in able]
             self._pending[when] = able
         snapshot = target.snapshot()
@@ -58,7 +59,7 @@ class InvariantMonitor(Monitor):
         self._open = True
         e = self.evidence
         e.queue = e.after.waiting
-        running = sum(request.decoding for request in e.after.live)
+        running = sum(request.in_flight for request in e.after.live)
         e.mixed_tokens = running if e.settings.mixed_chunk else 0
 
     def after_decision(self, decision: Decision) -> None:
@@ -79,7 +80,7 @@ class InvariantMonitor(Monitor):
             self.evidence.computed.pop(rid, None)
         self.evidence.ended.update(record.finished)
         self.evidence.computed.update((d.request, d.end) for d in record.joined)
-        unified = self.evidence.settings.mode == "unified"
+        unified = self.evidence.settings.mode == "unified" and "decode" in self._target.capabilities
         for d in record.joined:
             if not d.tail_tokens:
                 self.evidence.computed.pop(d.request)
@@ -129,6 +130,13 @@ class InvariantMonitor(Monitor):
     def stuck(self, stuck: Stuck) -> None:
         self._look()
         self._ask("stuck", stuck)
+
+    def crashed(self, error: Exception) -> bool:
+        if not getattr(self._target, "foreign", False):
+            return False
+        self.crash = error
+        self._ask("crash", error)
+        return True
 
     def _note(self, event: Event) -> None:
         e = self.evidence

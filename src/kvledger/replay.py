@@ -36,12 +36,21 @@ class Target(Protocol):
     `capabilities` says what it can show; an invariant that needs more is skipped by name: `batches` (which chunks
     ran), `grid` (it ends chunks on the checkpoint grid), `decisions` (each is told to the watcher as it is taken,
     refusals too), `offsets` (what it has promised), `counts` (pages free, cached and of each request: they add up),
-    `pages` (by identity). `submit` returns why a
+    `pages` (by identity), `decode` (who
+    decodes is in the snapshot, and the queue in its order). `submit` returns why a
     request can never be admitted, or None. `run_round` never raises for lack of memory: the record carries it.
+    Others say what it does not promise: `optimistic` (an admission reserves nothing for later chunks), `may-preempt`
+    (an admitted prefill may be rolled back and begin again), `hybrid` (layers with page tables of their own).
 
     An attribute `features`, where there is one, names what it models beyond plain prefill: `unified` (decode beside
     prefill: `submit` takes an Output as well, and there are `run_decode` and `finish`), `mixed_chunk`, and schedule
-    policies. A trace that asks for more is bad input.
+    policies. A trace that asks for more is bad input. `foreign`, if true, says that the code behind it is somebody
+    else's: what it raises is a finding (`never-raises`), not a fault of ours.
+
+    An attribute `standalone`, where there is one, makes a report to upstream repeatable without kvledger:
+    `standalone(trace)` is the text of a module that needs the scheduler's own package alone and defines
+    `World(node, rules)`, as kvledger.targets.script_runner says; ValueError, one line, if this trace cannot be played
+    so. `packages`, beside it, names the distributions whose versions belong into a report.
     """
 
     @property
@@ -106,6 +115,9 @@ class Monitor(Watcher):
 
     def at_rest(self) -> None: ...
     def stuck(self, stuck: Stuck) -> None: ...
+    def crashed(self, error: Exception) -> bool:  # noqa: ARG002 - for those who can
+        """The target raised. True if that is now a finding; else it is raised on."""
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,8 +265,8 @@ def _check_modelled(settings: NodeSettings, target: Target) -> None:
 class Replay:
     """A trace in the making: `apply` events one by one, read `outcome` at any time.
 
-    After a failed allocation the process is dead and further events do nothing; a broken invariant or a stuck drain
-    does not stop it.
+    After a failed allocation or an exception the process is dead and further events do nothing; a broken invariant or
+    a stuck drain does not stop it.
     """
 
     def __init__(
@@ -272,17 +284,28 @@ class Replay:
         _check_modelled(settings, self.target)
         self.monitor.attach(self.target, settings, rules)
         self.outcome = Outcome(broken=self.monitor.broken)
+        self.crashed = False
         self.prompts: dict[str, Prompt] = {}
         self.outputs: dict[str, Output] = {}
 
     @property
     def dead(self) -> bool:
-        return self.outcome.failure is not None
+        return self.crashed or self.outcome.failure is not None
 
     def apply(self, event: Event) -> None:
         """Let one event happen. EventError if it cannot."""
         if self.dead:
             return
+        try:
+            self._let_happen(event)
+        except EventError:
+            raise
+        except Exception as error:
+            if not self.monitor.crashed(error):
+                raise
+            self.crashed = True
+
+    def _let_happen(self, event: Event) -> None:
         if not isinstance(event, STEPS):
             self.outcome.happenings.append(self._happening(event))
         match event:
@@ -374,9 +397,9 @@ class Replay:
             record = self._round()
             if self.dead:
                 return
-            told = (record.joined, record.decoded, record.finished, record.retracted, record.aborted, record.loading)
-            moved = any(told)
-            if not moved and not self._transfer_all() and self.target.has_work:
+            told = (record.joined, record.decoded, record.finished, record.aborted, record.loading)
+            sent_back = record.retracted or record.rolled_back
+            if not any(told) and not self._transfer_all() and not sent_back and self.target.has_work:
                 self._stick(record, "a round admitted nothing and nothing is in flight")
                 return
         else:
@@ -393,7 +416,7 @@ class Replay:
         """
         pages = sum(ceil_pages(prompt.tokens, self.settings.page_size) for prompt in self.prompts.values())
         bound = 2 * pages + 3 * len(self.prompts) + 1
-        if self.settings.mode == "prefill":
+        if self.settings.mode == "prefill" and "optimistic" not in self.target.capabilities:
             return bound
         return (bound + sum(output.max_new_tokens for output in self.outputs.values())) * (len(self.prompts) + 1)
 

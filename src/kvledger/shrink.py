@@ -47,7 +47,8 @@ from kvledger.trace import Trace, TraceError
 
 MAX_EVALUATIONS = 12_000
 BUDGET_SECONDS = 5.0
-"""Of the processor's time, so that a machine that is busy with other things gives the same answer..."""
+"""Of the processor's time, so that a machine that is busy with other things gives the same answer; a slow target may
+ask for more with `shrink_seconds`..."""
 WALL_PER_BUDGET = 4
 """...and so many times that by the clock on the wall, for a target that waits instead of computing."""
 WORLD_EVALUATIONS = 4000
@@ -87,7 +88,7 @@ def shrink(
     target: TargetFactory = PrefillNode,
     invariant: str | None = None,
     max_evaluations: int = MAX_EVALUATIONS,
-    budget_seconds: float = BUDGET_SECONDS,
+    budget_seconds: float | None = None,
 ) -> Shrunk:
     """The canonical trace of a failure: that of the first invariant the trace breaks, or of `invariant` alone.
 
@@ -95,6 +96,8 @@ def shrink(
     NothingToShrink if nothing breaks, TraceError for an event that cannot happen.
     """
     started = time.perf_counter()
+    if budget_seconds is None:
+        budget_seconds = getattr(target, "shrink_seconds", BUDGET_SECONDS)
     search = _Search(target, max_evaluations, _Clock(budget_seconds))
     first = search.start(trace if rules is None else trace.with_rules(named_rules(rules)), invariant)
     limited = False

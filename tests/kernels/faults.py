@@ -20,8 +20,9 @@ import torch
 from kvledger.kernels.device_node import DeviceNode, device_target
 from kvledger.kernels.device_pool import DevicePool
 from kvledger.kernels.executor import Executor, Work
-from kvledger.kernels.real_memory import RealPages
+from kvledger.kernels.real_memory import DeviceSlots, RealPages
 from kvledger.pool import PagePool
+from kvledger.request import CachedPage
 from kvledger.rules import PRESETS
 from kvledger.testing.driver import example
 from kvledger.testing.reached import SearchMonitor
@@ -41,6 +42,22 @@ def page_handed_out_twice() -> Iterator[None]:
         return taken
 
     with patch.object(RealPages, "alloc", alloc):
+        yield
+
+
+@contextmanager
+def slot_handed_out_twice() -> Iterator[None]:
+    """A new request gets the live state slot of one that is still running."""
+    whole = DeviceSlots.take_live
+
+    def take_live(self: DeviceSlots, rid: str, path: Sequence[CachedPage]) -> int:
+        running = [slot for other, slot in self.live.items() if other != rid]
+        slot = whole(self, rid, path)
+        if running:
+            self.live[rid] = running[-1]
+        return slot
+
+    with patch.object(DeviceSlots, "take_live", take_live):
         yield
 
 
@@ -174,6 +191,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     fault.__name__: fault
     for fault in (
         page_handed_out_twice,
+        slot_handed_out_twice,
         page_evicted_while_in_use,
         checkpoint_two_tokens_late,
         checkpoint_never_written,

@@ -76,6 +76,18 @@ MUTANTS = (
     ),
     # checkpoints
     _mutant(
+        "checkpoint a token late",
+        "state_plan",
+        "range(start // CHUNK * CHUNK, start + tokens, CHUNK) if tokens else ():\n"
+        "        low, high = max(start - position, 0), min(start + tokens - position, CHUNK)\n"
+        "        save = after.get(position + CHUNK - start, NO_SLOT)",
+        "range((start - 1) // CHUNK * CHUNK + 1, start + tokens, CHUNK) if tokens else ():\n"
+        "        low, high = max(start - position, 0), min(start + tokens - position, CHUNK)\n"
+        "        save = after.get(min(position + CHUNK - start, tokens + 1) - 1, NO_SLOT)",
+        "checkpoints",
+        "restored",
+    ),
+    _mutant(
         "checkpoint a sub-chunk late",
         "state_plan",
         "after.get(position + CHUNK - start, NO_SLOT)",
@@ -163,6 +175,13 @@ MUTANTS = (
         "history[tokens : tokens + WINDOW]",
         "history[max(tokens - 1, 0) : max(tokens - 1, 0) + WINDOW]",
         "conv splits",
+        "conv checkpoints",
+    ),
+    _mutant(
+        "checkpoint a token late",
+        "conv",
+        "history[tokens : tokens + WINDOW]",
+        "history[min(tokens + 1, span.tokens) :][:WINDOW]",
         "conv checkpoints",
     ),
     _mutant(

@@ -12,9 +12,11 @@ import sys
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+pytest.importorskip("numpy")
 pytest.importorskip("torch")
 if find_spec("triton") is None:  # not importorskip: who imports Triton first says whether it interprets
     pytest.skip("no triton", allow_module_level=True)
@@ -25,6 +27,11 @@ from kvledger.kernels.aot import MAX_REGISTERS, MAX_SHARED_BYTES, Usage
 pytestmark = pytest.mark.device
 
 MODULES = sorted(path.stem for path in Path(aot.__file__).parent.glob("*_triton.py"))
+
+KERNELS = {
+    "copy_kernel", "outputs_kernel", "prefill_kernel", "recurrence_kernel", "store_kernel", "terms_kernel",
+    "windows_kernel",
+}  # fmt: skip
 
 TOO_GREEDY = """
 import json, sys
@@ -47,8 +54,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_variants_fit_the_chip(module: str) -> None:
+def compiled(module: str) -> list[Usage]:
     done = python("-m", "kvledger.kernels.aot", "--json", module)
     assert done.returncode == 0, done.stderr
     usages = [Usage(**json.loads(line)) for line in done.stdout.splitlines()]
@@ -56,6 +62,25 @@ def test_variants_fit_the_chip(module: str) -> None:
     for usage in usages:
         assert not usage.excesses()
         assert usage.registers > 0, "cuobjdump's report was not understood"
+    return usages
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_variants_fit_the_chip(module: str) -> None:
+    compiled(module)
+
+
+def test_what_an_executor_launches_fits_the_chip() -> None:
+    """Noted while batches run over pools of each model: every kernel there is, at the sizes of each."""
+    usages = compiled("aot_executor")
+    for model in ("tiny", "kimi-linear"):
+        seen = {usage.name.split()[3] for usage in usages if usage.name.startswith(f"{model} ")}
+        assert seen == KERNELS
+    assert any(usage.name.startswith("kimi-k3 ") for usage in usages)
+
+
+def test_every_module_of_kernels_is_known() -> None:
+    assert sorted(aot.kernel_modules()) == sorted([*MODULES, "aot_executor"])
 
 
 def test_a_kernel_that_asks_for_too_much_shared_memory_is_caught() -> None:
@@ -82,7 +107,7 @@ def test_what_just_fits() -> None:
         ({"spill_bytes": 4}, "spilled"),
     ],
 )
-def test_one_more_than_fits(one_more: dict[str, int], what: str) -> None:
+def test_one_more_than_fits(one_more: dict[str, Any], what: str) -> None:
     (excess,) = replace(FITS, **one_more).excesses()
     assert what in excess
     assert "fits" in excess

@@ -6,13 +6,14 @@ import random
 from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
 import pytest
 
+pytest.importorskip("numpy")
 pytest.importorskip("torch")
 if find_spec("triton") is None:  # not importorskip: who imports Triton first says whether it interprets
     pytest.skip("no triton", allow_module_level=True)
 
+import numpy as np
 import torch
 
 from kvledger.kernels.conv import causal_conv_fwd

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+pytest.importorskip("numpy")
 pytest.importorskip("torch")
 
 import torch
@@ -132,6 +133,32 @@ def test_tables_that_hold_pass() -> None:
     pool = pool_of()
     fill(pool, [1, 2])
     pool.check_tables([PageTable("a", (1, 2, 3), 1), PageTable("b", (1, 4), 1)], {"a": 8, "b": 4}, [0, 5])
+
+
+@pytest.mark.parametrize(
+    ("owners", "free", "message"),
+    [
+        ([("a", [4])], [], "a: state slot 4 is outside"),
+        ([("a", [-1])], [], "a: state slot -1 is outside"),
+        ([("a", [1]), ("b", [2, 1])], [], "b: state slot 1 belongs to a"),
+        ([("a", [1]), ("b", [2])], [0, 2], "b: state slot 2 belongs to nobody: it is free"),
+    ],
+)
+def test_slots_that_do_not_hold_are_refused(owners: list[tuple[str, list[int]]], free: list[int], message: str) -> None:
+    with pytest.raises(TableError, match=message):
+        pool_of().check_slots(owners, free)
+    pool_of().check_slots([("a", [1]), ("b", [2, 3])], [0])
+
+
+def test_a_copy_of_poison_starts_no_launch() -> None:
+    pool = pool_of()
+    pool.device.stated.add(3)
+    pool.write_state_back(0, 2)
+    for move in (pool.restore, pool.load_state_back):
+        move(2, 3)
+        with pytest.raises(TableError, match="state slot 3 is poison"):
+            pool.check_state("r", 3)
+        pool.device.stated.add(3)
 
 
 def test_every_layer_of_a_deeper_model_moves() -> None:

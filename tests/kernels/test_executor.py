@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
+pytest.importorskip("numpy")
 pytest.importorskip("torch")
 
+import numpy as np
 import torch
 
 from kvledger.kernels.device_node import DeviceNode, device_target
@@ -33,7 +34,7 @@ from kvledger.trace import Trace, load, parse
 pytestmark = pytest.mark.device
 
 TINY = MODELS["tiny"]
-CASES = Path(__file__).parents[3] / "shared" / "cases"
+CASES = Path(__file__).parents[1] / "regressions"
 GRID = 32
 
 
@@ -65,7 +66,7 @@ def test_the_truth_of_a_prefix_is_the_prefix_of_the_truth() -> None:
     truth = Truth(TINY)
     whole = truth.outputs(Prompt([("a", 50), ("b", 30)]))
     assert np.allclose(Truth(TINY).outputs(Prompt([("a", 50)])), whole[:50], rtol=1e-12)
-    assert np.allclose(truth.sampled(Prompt([("a", 50), ("b", 30)]), [3, 79]), whole[[3, 79]], rtol=1e-12)
+    assert np.allclose(truth.at(Prompt([("a", 50), ("b", 30)]), [3, 79]), whole[[3, 79]], rtol=1e-12)
     assert truth.outputs(Prompt([("a", 50), ("b", 12)])) is not whole
     assert (truth.outputs(Prompt([("a", 50), ("b", 12)])) == whole[:62]).all()
 
@@ -172,7 +173,7 @@ def test_hits_on_both_tiers_are_right_to_the_bit() -> None:
     outcome, node = run(trace_of(settings(), EVENTS))
     assert outcome.verdict == "ok"
     assert (node.counts.requests, node.counts.hits, node.counts.restored_from_host) == (6, 4, 2)
-    assert node.judge.tokens == node.judge.compared == node.judge.bitwise == node.counts.tokens == 595
+    assert node.judge.compared == node.judge.bitwise == node.counts.tokens == 595
     assert node.judge.worst_token < 1e-6
 
 
@@ -229,7 +230,6 @@ def test_cuda_without_a_device_is_one_line() -> None:
     assert done.stderr == "kvledger: replay: --device cuda: torch finds no CUDA device here\n"
 
 
-@pytest.mark.skipif(not CASES.exists(), reason="the shared cases are not here")
 @pytest.mark.parametrize("name", ["worked-example", "device-hit-lock", "incident-2026-11-02"])
 @pytest.mark.parametrize("rules", ["aligned", "tail-reserved"])
 def test_a_case_ends_as_the_pure_replay_does(name: str, rules: str) -> None:
@@ -240,4 +240,4 @@ def test_a_case_ends_as_the_pure_replay_does(name: str, rules: str) -> None:
     assert outcome.document() == json.loads(json.dumps(pure.document()))
     assert outcome.verdict == trace.expect[rules]
     assert node.judge.wrong_data is None
-    assert node.judge.tokens == node.counts.tokens > 0
+    assert node.judge.compared == node.counts.tokens > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+pytest.importorskip("numpy")
 pytest.importorskip("torch")
 pytest.importorskip("hypothesis")
 

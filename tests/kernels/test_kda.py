@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("numpy")
 pytest.importorskip("torch")
 if find_spec("triton") is None:  # not importorskip: who imports Triton first says whether it interprets
     pytest.skip("no triton", allow_module_level=True)
@@ -23,7 +24,7 @@ from kvledger.kernels.kda import kda_chunk_fwd
 from kvledger.kernels.launch import Backend, BackendError, triton_module
 from kvledger.kernels.state_plan import NO_SLOT, StateSlots, grid_points, plan_chunks
 from kvledger.kernels.tables import TableError
-from tests.kernels.inputs import BF16_RATIO, TOKENS, Inputs, Kind, make_inputs, rms_ratio, run, same_bits
+from tests.kernels.inputs import BF16_RATIO, FP32_RATIO, TOKENS, Inputs, Kind, make_inputs, rms_ratio, run, same_bits
 from tests.kernels.kda_checks import KDA, assert_exact, poisoned
 
 pytestmark = pytest.mark.device
@@ -66,12 +67,14 @@ def test_torch_at_flash_kdas_lengths(tokens: int, heads: int, kind: Kind, lower_
 
 
 @pytest.mark.parametrize(("kind", "lower_bound"), [("slow", -5.0), ("slow", None), ("swept", -5.0)])
-def test_torch_at_4096_tokens(kind: Kind, lower_bound: float | None) -> None:
-    assert_agrees(make_inputs(kind, (4096,), k_size=128, v_size=64, lower_bound=lower_bound))
+@pytest.mark.parametrize("tokens", [4096, 8192])
+def test_torch_at_length(tokens: int, kind: Kind, lower_bound: float | None) -> None:
+    assert_agrees(make_inputs(kind, (tokens,), k_size=128, v_size=64, lower_bound=lower_bound))
 
 
-def test_torch_at_many_heads() -> None:
-    assert_agrees(make_inputs("slow", (37,), heads=32, k_size=128, v_size=64))
+@pytest.mark.parametrize(("tokens", "heads"), [(37, 32), (17, 96)])
+def test_torch_at_many_heads(tokens: int, heads: int) -> None:
+    assert_agrees(make_inputs("slow", (tokens,), heads=heads, k_size=128, v_size=64))
 
 
 def test_torch_at_flash_kdas_only_size() -> None:
@@ -135,8 +138,9 @@ def test_split_products_of_the_low_precision_path(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_bf16(kind: Kind, state_dtype: torch.dtype) -> None:
-    inputs = make_inputs(kind, (64, 17), k_size=64).to(torch.bfloat16)
+@pytest.mark.parametrize("lengths", [(64, 17), (0, 1, 97), (1024,)], ids=str)
+def test_bf16(lengths: tuple[int, ...], kind: Kind, state_dtype: torch.dtype) -> None:
+    inputs = make_inputs(kind, lengths, k_size=64).to(torch.bfloat16)
     states = inputs.states.to(state_dtype)
     inputs = inputs.changed(states=states.float())
     final = torch.full_like(states, float("nan"))
@@ -156,6 +160,33 @@ def test_batch_without_cu_seqlens() -> None:
     options: dict[str, Any] = {**batched, **gate, "initial_state": inputs.states, "final_state": states}
     assert same_bits(kda_chunk_fwd(**options, scale=None, out=None).flatten(0, 1), out)
     assert same_bits(states, final)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_call_of_the_contract(seed: int) -> None:
+    """As somebody calls it who has read the contract and nothing else: by position, with tensors."""
+    rng = random.Random(seed)
+    dtype, state_dtype = rng.choices((torch.float32, torch.bfloat16), k=2)
+    batched = rng.random() < 0.4
+    lengths = (rng.choice((1, 2, 16, 17, 37)),) * 3 if batched else tuple(rng.choices((0, 1, 3, 16, 33, 60), k=4))
+    k_size, v_size = rng.choice(((16, 40), (40, 16), (128, 64), (1, 3), (24, 32)))
+    bound = rng.choice((-5.0, -0.5, None))
+    inputs = make_inputs("slow", lengths, heads=2, k_size=k_size, v_size=v_size, lower_bound=bound, seed=seed).to(dtype)
+    states = inputs.states.to(state_dtype) if rng.random() < 0.7 else None
+    inputs = inputs.changed(states=torch.zeros_like(inputs.states) if states is None else states.float())
+    final = states if states is not None and rng.random() < 0.4 else inputs.states.to(state_dtype, copy=True)
+    tokens = [getattr(inputs, name) for name in TOKENS]
+    if batched:
+        tokens = [x.view(3, lengths[0], *x.shape[2:]) for x in tokens]
+    out = torch.full_like(tokens[2], float("nan"))
+    exact, exact_final = inputs.exact
+    gate = (inputs.a_log, inputs.dt_bias, bound)
+    arguments: list[Any] = [*tokens, inputs.scale, out, *gate, states, final, None if batched else inputs.cu_seqlens]
+    call: Any = rng.choice((flash_kda.fwd, kda_chunk_fwd))
+    call(*arguments)
+    assert rms_ratio(out.flatten(0, 1).float(), exact) <= (FP32_RATIO if dtype == torch.float32 else BF16_RATIO)
+    limit = FP32_RATIO if state_dtype == dtype == torch.float32 else BF16_RATIO
+    assert rms_ratio(final.float(), exact_final) <= limit
 
 
 def test_inputs_need_not_be_contiguous() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
+pytest.importorskip("numpy")
 pytest.importorskip("torch")
 if find_spec("triton") is None:  # not importorskip: who imports Triton first says whether it interprets
     pytest.skip("no triton", allow_module_level=True)
@@ -261,10 +263,16 @@ def test_odd_blocks_are_refused(block: tuple[int, int]) -> None:
         ({"out": torch.zeros(4, 16, 2).transpose(1, 2)}, "out"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(wrong: dict[str, object], message: str) -> None:
+def test_shapes_that_do_not_fit_are_refused(wrong: dict[str, Any], message: str) -> None:
     case, memory = small_batch()
     plan = plan_prefill(memory.pages, memory.page_table, case.cu_seqlens, case.starts)
-    arguments = {"q": case.q, "pages": memory.pages, "page_table": plan, "scale": 0.25, "rank": case.rank} | wrong
+    arguments: dict[str, Any] = {
+        "q": case.q,
+        "pages": memory.pages,
+        "page_table": plan,
+        "scale": 0.25,
+        "rank": case.rank,
+    } | wrong
     with pytest.raises(ValueError, match=message):
         mla_prefill(**arguments)
 

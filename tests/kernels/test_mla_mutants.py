@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
+pytest.importorskip("numpy")
 pytest.importorskip("torch")
 if find_spec("triton") is None:  # not importorskip: who imports Triton first says whether it interprets
     pytest.skip("no triton", allow_module_level=True)

@@ -10,12 +10,13 @@ from dataclasses import replace
 
 import pytest
 
+pytest.importorskip("numpy")
 pytest.importorskip("torch")
 
 import torch
 
 from kvledger.kernels.mla import latent_store, mla_prefill, plan_prefill
-from kvledger.kernels.pages import canary_check, canary_fill, page_copy
+from kvledger.kernels.pages import Engine, canary_check, canary_fill, page_copy
 from tests.kernels.mla_cases import Case, Memory, error_ratios, lay_out, reference, same_bits
 from tests.kernels.mla_checks import FP32_RATIO
 
@@ -76,7 +77,7 @@ def test_store(device: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("engine", ["kernel", "runs"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_copy_to_the_host_and_back(device: str, engine: str, dtype: torch.dtype) -> None:
+def test_copy_to_the_host_and_back(device: str, engine: Engine, dtype: torch.dtype) -> None:
     """Random words and poison, to pinned memory and back into other pages; the device's pages are poisoned between."""
     width = 576 if device == "cuda" else 24
     noise = torch.randn(6, 8, width).to(dtype)

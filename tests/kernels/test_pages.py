@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
+pytest.importorskip("numpy")
 pytest.importorskip("torch")
 if find_spec("triton") is None:  # not importorskip: who imports Triton first says whether it interprets
     pytest.skip("no triton", allow_module_level=True)
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvledger.kernels import canary
 from kvledger.kernels.launch import Backend
-from kvledger.kernels.pages import POISON, CanaryFault, Ticket, canary_check, canary_fill, page_copy
+from kvledger.kernels.pages import POISON, CanaryFault, Engine, Ticket, canary_check, canary_fill, page_copy
 from kvledger.kernels.tables import TableError
 from kvledger.kernels.words import as_words
 from tests.kernels.mla_cases import same_bits, words
@@ -60,7 +61,7 @@ def test_a_refusal_names_what_is_wrong() -> None:
     engine=st.sampled_from(["kernel", "runs"]),
 )
 def test_any_copy_is_a_loop_over_pages(
-    pairs: list[tuple[int, int]], kind: tuple[torch.dtype, tuple[int, ...]], engine: str
+    pairs: list[tuple[int, int]], kind: tuple[torch.dtype, tuple[int, ...]], engine: Engine
 ) -> None:
     src, dst, _ = three_pools(*kind)
     sources, targets = [pair[0] for pair in pairs], [pair[1] for pair in pairs]

@@ -12,6 +12,16 @@ from tests.mutants.mutant import ALIGNED, DeferringNode, mutant
 # --- entry and hit
 
 
+@mutant("never-raises")
+class RaisesOnAbort(PrefillNode):
+    """Somebody else's scheduler, which looks for an aborted request only where it is half done or in flight."""
+
+    foreign = True
+
+    def abort(self, rid: str) -> None:
+        self._end(self.live[rid])
+
+
 @mutant("progress", report="#28530")
 class PageForgottenAtEntry(PrefillNode):
     """The entry lets in what fits without the page of slack, and the gate then refuses it for ever."""

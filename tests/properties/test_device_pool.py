@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("numpy")
 pytest.importorskip("torch")
 pytest.importorskip("hypothesis")
 
@@ -77,5 +78,5 @@ def test_interpret(record_property: Record) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="cuda: no device")
 def test_cuda(record_property: Record) -> None:
-    done = apart("cuda", "--examples", "50", "--seconds", str(CUDA_SECONDS))
+    done = apart("cuda", "--examples", "10", "--seconds", str(CUDA_SECONDS))
     judge("cuda", done, record_property)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvledger.monitor import checked_replay
-from kvledger.rules import PRESETS, SOUND_PRESETS
+from kvledger.node import NodeSettings, PrefillNode, Watcher
+from kvledger.replay import TargetFactory
+from kvledger.rules import PRESETS, SOUND_PRESETS, AccountingRules
 from kvledger.testing.fixtures import expectations
-from kvledger.testing.search import search
+from kvledger.testing.search import NOT_CONFIRMED, search
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -31,6 +33,38 @@ def test_a_search_that_reached_too_little_is_not_as_expected() -> None:
 def test_the_same_seed_searches_the_same_examples() -> None:
     first, second = (search("upstream", examples=30, seed=7) for _ in range(2))
     assert (first.examples, first.rounds, first.reached) == (second.examples, second.rounds, second.reached)
+
+
+class Computing:
+    """A target that stands for one with data: the pure node decides for it. `rules`: those that it obeys itself."""
+
+    def __init__(self, rules: AccountingRules | None = None) -> None:
+        self.rules = rules
+        self.made = 0
+
+    def __call__(self, settings: NodeSettings, rules: AccountingRules, watcher: Watcher) -> PrefillNode:
+        self.made += 1
+        return PrefillNode(settings, self.rules or rules, watcher)
+
+    def lean(self, _invariant: str) -> TargetFactory:
+        return PrefillNode
+
+
+def test_unsound_rules_are_searched_on_paper_and_shown_on_the_target() -> None:
+    target = Computing()
+    result = search("aligned", examples=60, seed=1, target=target, driven_per_example=0)
+    assert result.found is not None
+    assert NOT_CONFIRMED not in result.missing
+    assert target.made == 1, "the smallest trace, once"
+    sound = search("upstream", examples=2, seed=1, target=target, driven_per_example=0)
+    assert target.made == 1 + sound.examples, "nothing is to be found: all of it on the target itself"
+
+
+def test_what_is_broken_on_paper_alone_is_not_as_expected() -> None:
+    result = search("aligned", examples=60, seed=1, target=Computing(PRESETS["upstream"]), driven_per_example=0)
+    assert result.found is not None
+    assert NOT_CONFIRMED in result.missing
+    assert not result.as_expected
 
 
 def test_presets_and_expectations_name_each_other() -> None:

@@ -334,7 +334,7 @@ def test_bad_standard_input(capsys, monkeypatch):
         (["replay", "t.json", "--rule", "aligned"], "--rule"),
         (
             ["replay", "t.json", "--target", "nobody"],
-            "'nobody' is neither one of node, sglang, vllm nor package.module:",
+            "'nobody' is neither one of node, sglang, vllm, vllm-align nor package.module:",
         ),
         (["replay", "t.json", "--device", "tpu"], '"tpu" is none of cpu, cuda'),
         (["replay", "t.json", "--fast\n"], "--fast\\n"),
@@ -466,6 +466,16 @@ def test_reader_who_has_gone_changes_nothing(file_of):
         done = run("-m", "kvledger", *argv, stdout=writing)
         os.close(writing)
         assert (done.returncode, done.stderr) == (status, "")
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_search_whose_reader_has_gone_says_so(form, tmp_path):
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = ["verify", "--rules", "upstream", "--examples", "1", "--save", str(tmp_path), *form]
+    done = run("-m", "kvledger", *command, stdout=writing)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no full device here")

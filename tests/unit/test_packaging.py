@@ -36,7 +36,7 @@ ORDER = (
         "unified_adder",
         "unified",
     ),
-    *("events", "trace", "replay", "evidence", "invariants", "monitor", "shrink", "diagnose"),
+    *("events", "trace", "replay", "evidence", "invariants", "monitor", "shrink", "diagnose", "compare"),
 )
 # A helper stands just left of the one module that may import it, among its siblings in this order.
 HELPERS = {
@@ -50,6 +50,8 @@ HELPERS = {
     "diagnose_history": "diagnose",
     "diagnose_promise": "diagnose",
     "diagnose_future": "diagnose",
+    "differences": "compare",
+    "runs": "compare",
 }
 
 

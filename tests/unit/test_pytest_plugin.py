@@ -99,7 +99,7 @@ def test_another_target_and_other_rules_by_option(faulty: pytest.Pytester) -> No
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        ("--kvledger-target=nobody", "*kvledger: 'nobody' is neither one of node, sglang, vllm nor *"),
+        ("--kvledger-target=nobody", "*kvledger: 'nobody' is neither one of node, sglang, vllm, vllm-align nor *"),
         ("--kvledger-target=no_such_module:Thing", "*kvledger: 'no_such_module:Thing': No module named*"),
         ("--kvledger-target=json:dumps_", "*kvledger: 'json:dumps_': module 'json' has no attribute*"),
         ("--kvledger-target=decimal:Decimal", "*kvledger: 'decimal:Decimal' does not make a kvledger target*"),

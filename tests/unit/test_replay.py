@@ -632,7 +632,8 @@ def test_drain_goes_on_until_every_output_is_done():
 
 def test_decode_and_finish_are_events():
     submit = Submit("A", prompt(("a", 100)), Output(max_new_tokens=30))
-    outcome = play([submit, Round(), Decode(), Finish("A"), Drain()], settings=UNIFIED, target=DecodingNode)
+    events: list[Event] = [submit, Round(), Decode(), Finish("A"), Drain()]
+    outcome = play(events, settings=UNIFIED, target=DecodingNode)
     assert [record.decoded for record in outcome.rounds] == [(), ("A",)]
     assert [happening.what for happening in outcome.happenings] == ["submitted", "finished"]
 
@@ -664,3 +665,33 @@ def test_a_rolled_back_prefill_breaks_the_promise():
     outcome = play(events, target=Forgetful, monitor=InvariantMonitor())
     assert outcome.broken[0].invariant == "admitted-finishes"
     assert "thrown away" in outcome.broken[0].message
+
+
+class SendingBack(PrefillNode):
+    """Throws a prefill away in the first rounds, instead of running them."""
+
+    times = 1
+
+    def run_round(self) -> RoundRecord:
+        if self.rounds >= self.times:
+            return super().run_round()
+        waiting, self.waiting = self.waiting, type(self.waiting)()
+        record = changed(super().run_round(), rolled_back=tuple(waiting))
+        self.waiting = waiting
+        return record
+
+
+def test_a_round_that_only_sends_back_is_no_standstill():
+    outcome = play([Submit("A", prompt(("a", 100))), Drain()], target=SendingBack)
+    assert [bool(record.joined) for record in outcome.rounds] == [False, True]
+    assert outcome.verdict == "ok"
+
+
+def test_sending_back_for_ever_is_one():
+    class Stubborn(SendingBack):
+        times = 1000
+        capabilities = SendingBack.capabilities | {"optimistic"}
+
+    outcome = play([Submit("A", prompt(("a", 100))), Drain()], target=Stubborn)
+    assert outcome.verdict == "stuck"
+    assert "rounds, more than any prefill needs" in outcome.document()["violation"]["message"]

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kvledger.commands import Shell, add_trace_options, chosen_rules
+from kvledger.commands import Shell, add_trace_options, chosen_rules, shown_path
 from kvledger.report.html import page
 from kvledger.report.perfetto import trace_events
 from kvledger.report.recording import Recording, record
@@ -64,7 +64,7 @@ def _add_options(
         verdicts = [recording.outcome.verdict for recording in recordings[:VERDICTS_SHOWN]]
         if len(recordings) > len(verdicts):
             verdicts.append(f"and {len(recordings) - len(verdicts)} more")
-        shell.write(f"{_shown(options.output)}: {', '.join(verdicts)}\n")
+        shell.write(f"{shown_path(options.output)}: {', '.join(verdicts)}\n")
         return 0
 
     parser.set_defaults(run=run)
@@ -82,11 +82,11 @@ def _recordings(options: argparse.Namespace, read: Callable[[str], Trace]) -> li
         raise _UnusableError("-o -: a file is written, not standard output")
     for path in options.traces:
         if path != "-" and _is_same(path, options.output):
-            raise _UnusableError(f"{_shown(path)} would be overwritten")
+            raise _UnusableError(f"{shown_path(path)} would be overwritten")
     traces = [("<stdin>" if path == "-" else path, read(path)) for path in options.traces]
     rules = chosen_rules(options)
     return [
-        record(trace, rules, target=options.target, source=source, source_in_errors=_shown(source))
+        record(trace, rules, target=options.target, source=source, source_in_errors=shown_path(source))
         for source, trace in traces
     ]
 
@@ -95,9 +95,9 @@ def _save(path: str, pieces: Iterable[str]) -> None:
     try:
         write_whole(path, pieces)
     except OSError as error:
-        raise _UnusableError(f"{_shown(path)}: {escaped(error.strerror or type(error).__name__, 80)}") from None
+        raise _UnusableError(f"{shown_path(path)}: {escaped(error.strerror or type(error).__name__, 80)}") from None
     except ValueError:
-        raise _UnusableError(f"{_shown(path)}: not a file name") from None
+        raise _UnusableError(f"{shown_path(path)}: not a file name") from None
 
 
 def _is_same(path: str, other: str) -> bool:
@@ -105,7 +105,3 @@ def _is_same(path: str, other: str) -> bool:
         return os.path.samefile(path, other)
     except (OSError, ValueError):
         return False
-
-
-def _shown(path: str) -> str:
-    return escaped(path, 100, keep_end=True)

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any, TextIO
 
-from kvledger.commands import Shell, add_trace_options, chosen_rules
+from kvledger.commands import Shell, add_trace_options, chosen_rules, shown_path
 from kvledger.diagnose import diagnosis_of
 from kvledger.monitor import checked_replay
 from kvledger.report import Replayed
@@ -18,7 +18,6 @@ from kvledger.report.side_by_side import side_by_side_lines
 from kvledger.report.text import heading_lines
 from kvledger.report.waterfall_text import waterfall_lines
 from kvledger.rules import PRESETS, AccountingRules
-from kvledger.schema import escaped
 from kvledger.trace import Trace
 
 
@@ -53,7 +52,7 @@ def explain(options: argparse.Namespace, trace: Trace, stream: TextIO | None) ->
     """What the command prints on `stream`. TraceError if an event cannot happen."""
     path = options.traces[0]
     source = "<stdin>" if path == "-" else path
-    in_errors = escaped(source, 100, keep_end=True)
+    in_errors = shown_path(path)
     rules = chosen_rules(options) or trace.accounting_rules
     recording = record(trace, rules, target=options.target, source=source, source_in_errors=in_errors)
     # before the diagnosis, which takes longer: the other rules may not be able to run this trace at all

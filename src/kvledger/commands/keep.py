@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from kvledger.commands import Shell, add_trace_options, chosen_rules
+from kvledger.commands import Shell, add_trace_options, chosen_rules, shown_path
 from kvledger.schema import escaped
 from kvledger.shrink import NothingToShrink, Shrunk, shrink
 from kvledger.trace import Trace, dumps, write
@@ -68,7 +68,7 @@ def add_fixture(commands: Any, shell: Shell) -> None:
             print(f"kvledger: fixture: {error}", file=sys.stderr)
             return 1
         except OSError as error:
-            place = escaped(str(error.filename or options.save), 100, keep_end=True)
+            place = shown_path(str(error.filename or options.save))
             raise shell.error(f"fixture: {place}: {escaped(error.strerror or 'cannot be written', 80)}") from None
         shell.write("\n".join(failure.lines) + "\n")
         return 0
@@ -81,7 +81,7 @@ def _save(path: str, trace: Trace, shell: Shell) -> None:
         write(trace, path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "not a file name"
-        raise shell.error(f"{escaped(path, 100, keep_end=True)}: {escaped(reason, 80)}") from None
+        raise shell.error(f"{shown_path(path)}: {escaped(reason, 80)}") from None
 
 
 def _effort(trace: Trace, shrunk: Shrunk) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvledger.diagnose import Diagnosis
-from kvledger.diagnose_promise import BrokenPromise, Spending
+from kvledger.diagnose_promise import BrokenPromise, Spending, decoded_since
 from kvledger.replay import Outcome
 from kvledger.report.plain import COLUMNS, named, plain, wrapped
 from kvledger.report.rounds import failure_words
@@ -60,7 +60,7 @@ def _verdict(diagnosis: Diagnosis) -> str:
 
 def _promise_parts(diagnosis: Diagnosis, promise: BrokenPromise) -> Iterator[tuple[str, str]]:
     yield "promise", f"{_promised(promise)}, made in round {promise.round}{_made_by(diagnosis.outcome, promise)}"
-    yield "spent by", _spent(diagnosis.spent_by)
+    yield "spent by", _spent(diagnosis.spent_by, decoded_since(diagnosis.outcome, promise.round))
     yield "too late", _too_late(diagnosis)
 
 
@@ -81,8 +81,11 @@ def _made_by(outcome: Outcome, promise: BrokenPromise) -> str:
     return f"{words}; no entry of the ledger holds it"
 
 
-def _spent(spendings: Sequence[Spending]) -> str:
+def _spent(spendings: Sequence[Spending], decoded: Sequence[str]) -> str:
     """Largest first; what one request took is said together."""
+    if not spendings and decoded:
+        more = f" and {len(decoded) - SPENDERS_SHOWN} more" if len(decoded) > SPENDERS_SHOWN else ""
+        return f"{', '.join(map(named, decoded[:SPENDERS_SHOWN]))}{more}, by decoding"
     if not spendings:
         return "nobody: it was more than there was when it was made"
     by_name: dict[str | None, list[Spending]] = {}

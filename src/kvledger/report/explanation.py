@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvledger.diagnose import Diagnosis, diagnosis_of
-from kvledger.diagnose_promise import BrokenPromise, Spending, find_breach
+from kvledger.diagnose_promise import BrokenPromise, Spending, decoded_since, find_breach
 from kvledger.invariants import INVARIANTS
 from kvledger.record import AllocationFailure
 from kvledger.replay import Outcome
@@ -47,8 +47,11 @@ class Explanation:
     promise: BrokenPromise | None = None
 
 
-def explain(recording: Recording) -> Explanation:
-    """The words for a recording. What is not known is not said."""
+def explain(recording: Recording, *, ours: bool = True) -> Explanation:
+    """The words for a recording. What is not known is not said.
+
+    `ours`: told is also what is kvledger's own: the invariant that broke first, and which of its rules would help.
+    """
     outcome = recording.outcome
     headline = _headline(outcome)
     if outcome.verdict == "ok":
@@ -59,9 +62,9 @@ def explain(recording: Recording) -> Explanation:
     else:
         breach = find_breach(recording.history)
         promise, spent = (breach.promise, breach.spent_by) if breach is not None else (None, ())
-    lead = _lead(promise, spent) if promise is not None else _first_broken(outcome)
-    details = [*_unwritten(recording, promise), *_reason(outcome)]
-    details += _diagnosed(diagnosis) if diagnosis is not None else [_too_long(outcome)]
+    lead = _lead(promise, spent, outcome) if promise is not None else _first_broken(outcome)
+    details = [*_unwritten(recording, promise), *(_reason(outcome) if ours else [])]
+    details += _diagnosed(diagnosis, ours) if diagnosis is not None else [_too_long(outcome)]
     return Explanation(
         headline,
         lead,
@@ -108,9 +111,15 @@ def counted(count: int, noun: str) -> str:
 # --- the promise
 
 
-def _lead(promise: BrokenPromise, spent: Sequence[Spending]) -> Words:
+def _lead(promise: BrokenPromise, spent: Sequence[Spending], outcome: Outcome) -> Words:
     words: list[str | Name] = [Name(promise.request), f"'s {promise.kind} of {promise.tokens} tokens, "]
     words.append(f"promised in round {promise.round}, ")
+    decoded = decoded_since(outcome, promise.round)
+    if not spent and decoded:
+        names = [Name(name) for name in decoded[:SPENDINGS_SHOWN]]
+        listed = [word for name in names for word in (", ", name)][1:]
+        more = f" and {len(decoded) - len(names)} more" if len(decoded) > len(names) else ""
+        return [*words, "was spent by requests that decode: ", *listed, f"{more}."]
     if not spent:
         return [*words, "was not there, and no other request took it."]
     words.append("was spent by ")
@@ -170,7 +179,7 @@ def _reason(outcome: Outcome) -> list[Words]:
 # --- the diagnosis
 
 
-def _diagnosed(diagnosis: Diagnosis) -> list[Words]:
+def _diagnosed(diagnosis: Diagnosis, ours: bool) -> list[Words]:
     details: list[Words] = []
     point, searched = diagnosis.point_of_no_return, diagnosis.searched
     if point is not None:
@@ -188,6 +197,8 @@ def _diagnosed(diagnosis: Diagnosis) -> list[Words]:
         )
     elif diagnosis.broken_promise is not None and searched.continuations:
         details.append(["The promises could still have been kept to the end: there is no point of no return."])
+    if not ours:
+        return details
     if diagnosis.avoided_by is None:
         details.append(["No change of one or two of the rules' switches makes this trace end ok."])
     elif diagnosis.avoided_by:

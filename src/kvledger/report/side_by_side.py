@@ -1,10 +1,12 @@
-"""One trace under two sets of rules, round beside round, with the first decision that differs marked."""
+"""Two runs of one trace, round beside round, with the first decision that differs marked."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 
+from kvledger.differences import compared, round_difference
 from kvledger.record import Decision, RoundRecord
 from kvledger.report import Replayed
 from kvledger.report.painted import Bars, Line, short_name
@@ -24,12 +26,38 @@ Difference = tuple[int, int]
 """Index of a round and of a decision in it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One run: its title, its rounds, and whether the ledger's figures in them mean anything."""
+
+    title: str
+    rounds: Sequence[RoundRecord]
+    figures: bool = True
+
+
 def side_by_side_lines(ours: Replayed, theirs: Replayed, bars: Bars, *, all_rounds: bool) -> list[Line]:
-    """Both runs in 100 columns. A side's figure is rem_total_tokens after each decision."""
-    pairs = list(zip_longest(ours.outcome.rounds, theirs.outcome.rounds))
+    """One target under two sets of rules, in 100 columns."""
     difference = first_difference(ours.outcome.rounds, theirs.outcome.rounds)
+    sides = [Side(_title(replayed), replayed.outcome.rounds) for replayed in (ours, theirs)]
+    lines = beside_lines(sides[0], sides[1], difference, bars, all_rounds=all_rounds)
+    words = "the decisions are the same" if difference is None else f"{_MARK} the first decision that differs"
+    return [*lines, [], [(words, "bold")]]
+
+
+def beside_lines(
+    one: Side,
+    other: Side,
+    difference: Difference | None,
+    bars: Bars,
+    *,
+    all_rounds: bool = False,
+    by_decisions: bool = True,
+) -> list[Line]:
+    """Two runs in 100 columns. A side's figure is rem_total_tokens after each decision, "-" where it has none."""
+    pairs = list(zip_longest(one.rounds, other.rounds))
     full_tokens = max((record.baseline for pair in pairs for record in pair if record is not None), default=0)
-    lines = [_beside(_title(ours), _title(theirs), "bold")]
+    table = _Table((one.figures, other.figures), by_decisions, full_tokens, bars)
+    lines = [_beside(one.title, other.title, "bold")]
     hidden = 0
     for index, pair in enumerate(pairs):
         if not all_rounds and not _shown(index, len(pairs), difference):
@@ -40,29 +68,17 @@ def side_by_side_lines(ours: Replayed, theirs: Replayed, bars: Bars, *, all_roun
             hidden = 0
         lines.append([])
         marked = difference[1] if difference is not None and difference[0] == index else None
-        lines += _round_lines(pair, marked, full_tokens, bars)
-    words = "the decisions are the same" if difference is None else f"{_MARK} the first decision that differs"
-    return [*lines, [], [(words, "bold")]]
+        lines += table.round_lines(pair, marked)
+    return lines
 
 
 def first_difference(ours: Sequence[RoundRecord], theirs: Sequence[RoundRecord]) -> Difference | None:
     """The first decision, in time order, that only one run took so."""
     for index, (one, other) in enumerate(zip_longest(ours, theirs)):
-        left = _choices(one)
-        right = _choices(other)
-        for place, (mine, yours) in enumerate(zip_longest(left, right)):
-            if mine != yours:
-                return index, place
-        if one is None or other is None:
-            return index, 0
+        found = round_difference(one, other, index + 1)
+        if found is not None and found.place is not None:
+            return index, found.place
     return None
-
-
-def _choices(record: RoundRecord | None) -> list[tuple[object, ...]]:
-    """What was decided, without the figures that led to it."""
-    if record is None:
-        return []
-    return [(d.request, d.kind, d.start, d.end, d.load_back, d.reason) for d in record.decisions]
 
 
 def _shown(index: int, count: int, difference: Difference | None) -> bool:
@@ -70,34 +86,63 @@ def _shown(index: int, count: int, difference: Difference | None) -> bool:
     return abs(index - middle) <= ROUNDS_AROUND or index >= count - ROUNDS_AROUND
 
 
-def _round_lines(
-    pair: tuple[RoundRecord | None, RoundRecord | None], marked: int | None, full_tokens: int, bars: Bars
-) -> Iterator[Line]:
-    """The round's decisions, one a line, then what each side may still promise."""
-    heads = [f"round {record.round}, baseline {record.baseline}" if record else "no such round" for record in pair]
-    yield _beside(heads[0], heads[1], "bold")
-    left, right = (record.decisions if record is not None else () for record in pair)
-    for place, (mine, yours) in enumerate(zip_longest(left, right)):
-        if place >= DECISIONS_SHOWN and place != marked:
-            continue
-        mark = _MARK if place == marked else "  "
-        yield _beside(mark + _decision(mine), mark + _decision(yours), "bold red" if mark == _MARK else "")
-    longest = max(len(left), len(right))
-    if longest > DECISIONS_SHOWN:
-        yield [(f"  ... up to {longest - DECISIONS_SHOWN} more decisions", "dim")]
-    sides = [_end(record, full_tokens, bars) for record in pair]
-    yield _beside(sides[0], sides[1], "green")
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """What all rounds of a pair share: whose figures are shown, what is compared, and the scale of the bars."""
+
+    figures: tuple[bool, bool]
+    by_decisions: bool
+    full_tokens: int
+    bars: Bars
+
+    def round_lines(self, pair: tuple[RoundRecord | None, RoundRecord | None], marked: int | None) -> Iterator[Line]:
+        """The round's decisions, one a line, then what each side may still promise."""
+        head, beside = (_head(record, shown) for record, shown in zip(pair, self.figures, strict=True))
+        yield _beside(head, beside, "bold")
+        left, right = (compared(record, self.by_decisions) for record in pair)
+        for place, both in enumerate(zip_longest(left, right)):
+            if place >= DECISIONS_SHOWN and place != marked:
+                continue
+            mark = _MARK if place == marked else "  "
+            mine, yours = (mark + _decision(each, shown) for each, shown in zip(both, self.figures, strict=True))
+            yield _beside(mine, yours, "bold red" if mark == _MARK else "")
+        longest = max(len(left), len(right))
+        if longest > DECISIONS_SHOWN:
+            yield [(f"  ... up to {longest - DECISIONS_SHOWN} more decisions", "dim")]
+        mine, yours = (self._end(record, shown) for record, shown in zip(pair, self.figures, strict=True))
+        yield _beside(mine, yours, "green")
+
+    def _end(self, record: RoundRecord | None, shown: bool) -> str:
+        """The round's last figure as a bar (without a ledger, what is left of the pool), or its failure."""
+        if record is None:
+            return ""
+        if record.failure is not None:
+            there = record.failure.free + record.failure.evictable
+            return f"  OUT OF MEMORY: wanted {record.failure.wanted}, there {there}"
+        tokens = record.rem_total_tokens if shown else record.free + record.evictable
+        left_columns = bar_columns(tokens, self.full_tokens, BAR_COLUMNS)
+        before_columns = bar_columns(record.baseline, self.full_tokens, BAR_COLUMNS)
+        bar = self.bars.left * left_columns + self.bars.taken * max(0, before_columns - left_columns)
+        return f"  {'rem_total' if shown else 'left     '} {tokens:>8}  {bar}"
 
 
-def _decision(decision: Decision | None) -> str:
+def _head(record: RoundRecord | None, shown: bool) -> str:
+    if record is None:
+        return "no such round"
+    return f"round {record.round}" + (f", baseline {record.baseline}" if shown else "")
+
+
+def _decision(decision: Decision | None, shown: bool) -> str:
     """Who, what, and what could still be promised after it."""
     if decision is None:
         return "-"
     name = padded(short_name(decision.request, NAME_COLUMNS), NAME_COLUMNS)
-    return f"{name} {plain(_what(decision), WHAT_COLUMNS):<{WHAT_COLUMNS}}{decision.rem_total_tokens:>8}"
+    figure = str(decision.rem_total_tokens) if shown else "-"
+    return f"{name} {plain(decision_words(decision), WHAT_COLUMNS):<{WHAT_COLUMNS}}{figure:>8}"
 
 
-def _what(decision: Decision) -> str:
+def decision_words(decision: Decision) -> str:
+    """What became of a request, in a few words."""
     if decision.kind == "refused":
         return f"refused {decision.reason}"
     if decision.kind == "deferred":
@@ -105,20 +150,6 @@ def _what(decision: Decision) -> str:
     kind = "forced" if decision.forced else {"truncated": "cut", "resumed": "goes on"}.get(decision.kind, decision.kind)
     loaded = f" +{decision.load_back}" if decision.load_back else ""
     return f"{kind} {decision.start}..{decision.end}{loaded}"
-
-
-def _end(record: RoundRecord | None, full_tokens: int, bars: Bars) -> str:
-    """The round's last figure as a bar, or its failure."""
-    if record is None:
-        return ""
-    if record.failure is not None:
-        return (
-            f"  OUT OF MEMORY: wanted {record.failure.wanted}, there {record.failure.free + record.failure.evictable}"
-        )
-    left_columns = bar_columns(record.rem_total_tokens, full_tokens, BAR_COLUMNS)
-    before_columns = bar_columns(record.baseline, full_tokens, BAR_COLUMNS)
-    bar = bars.left * left_columns + bars.taken * max(0, before_columns - left_columns)
-    return f"  rem_total {record.rem_total_tokens:>8}  {bar}"
 
 
 def _title(replayed: Replayed) -> str:

@@ -18,6 +18,7 @@ TARGETS: Mapping[str, TargetFactory | str] = MappingProxyType(
         "node": PrefillNode,
         "sglang": "kvledger.targets.sglang:SglangTarget",
         "vllm": "kvledger.targets.vllm:VllmTarget",
+        "vllm-align": "kvledger.targets.vllm:VllmAlignTarget",
     }
 )
 """By name; those of other projects are imported when they are asked for, and only then need their packages."""

@@ -15,6 +15,7 @@ from kvledger.node import NodeSettings, Watcher
 from kvledger.pool import OutOfPages
 from kvledger.record import AllocationFailure, Decision, LiveRequest, RoundRecord, Snapshot
 from kvledger.request import Prompt
+from kvledger.trace import Trace
 
 Ran = tuple[str, int, int]
 """A chunk that a round ran: request, start and end in tokens of its prompt."""
@@ -30,6 +31,7 @@ class CountedTarget:
     """
 
     capabilities = frozenset({"batches", "counts"})
+    foreign = True
 
     def __init__(self, settings: NodeSettings, watcher: Watcher) -> None:
         self.settings = settings
@@ -58,6 +60,13 @@ class CountedTarget:
     def allocated_tokens(self) -> Mapping[str, int]:
         """Slots of each begun request, in whole pages."""
         raise NotImplementedError
+
+    @classmethod
+    def standalone(cls, trace: Trace) -> str:  # noqa: ARG003 - a trace of any kind is played on the same class
+        """Its class as a script's `World`: see kvledger.replay.Target."""
+        from kvledger.targets.excerpt import counted_world
+
+        return counted_world(cls, CountedTarget)
 
     def cancel(self, rid: str) -> bool:  # noqa: ARG002 - for those who can
         """Take a waiting request out of the queue; False if this scheduler cannot."""

@@ -12,7 +12,7 @@ from kvledger.events import Drain, Release
 from kvledger.node import PrefillNode
 from kvledger.replay import Replay, TargetFactory
 from kvledger.rules import AccountingRules
-from kvledger.testing.moves import NODE_SPACE, RULES_DOMAINS, Domain, Space, World, draw_rules
+from kvledger.testing.moves import NODE_SPACE, Domain, Space, World
 from kvledger.testing.reached import SearchMonitor
 from kvledger.trace import Trace
 
@@ -30,7 +30,7 @@ def example(
     """One random experiment, carried to its end whatever breaks on the way."""
     settings = space.settings(**_draw(rng, space.domains))
     watching = monitor()
-    drawn_rules = draw_rules(rules, settings, **_draw(rng, RULES_DOMAINS))
+    drawn_rules = space.rules(rules, settings, **_draw(rng, space.rules_domains))
     world = space.opened(Replay(settings, drawn_rules, target=target, monitor=watching))
     moves = rng.sample(space.moves, rng.randint(3, len(space.moves)))
     for _ in range(rng.randint(4, MOVES_PER_EXAMPLE)):

@@ -21,7 +21,7 @@ from kvledger.invariants import INVARIANTS, Invariant
 from kvledger.replay import Replay, TargetFactory
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.testing.driver import finish, trace_of
-from kvledger.testing.moves import NODE_SPACE, RULES_DOMAINS, Domain, Move, Space, World, draw_rules
+from kvledger.testing.moves import NODE_SPACE, Domain, Move, Space, World
 from kvledger.testing.profiles import profile_settings
 from kvledger.testing.reached import SearchMonitor
 from kvledger.testing.session import SESSION
@@ -65,7 +65,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     def begin(self, **drawn: int) -> None:
         space = self.under_test.space
         settings = space.settings(**{name: drawn[name] for name in space.domains})
-        rules = draw_rules(self.under_test.rules, settings, **{name: drawn[name] for name in RULES_DOMAINS})
+        rules = space.rules(self.under_test.rules, settings, **{name: drawn[name] for name in space.rules_domains})
         self.world = space.opened(Replay(settings, rules, target=self.under_test.target, monitor=self.monitor))
 
     def act(self, action: tuple[Move, dict[str, int]]) -> None:
@@ -105,7 +105,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     def _judge(self) -> None:
         if self.monitor.broken:
             first = self.monitor.broken[0]
-            raise _broken_class(first.invariant)(f"round {first.round}: {first.message}", self)
+            raise _broken_class(first.invariant)(f"round {first.round}: {first.message}", self) from self.monitor.crash
 
 
 _OBSERVERS: list[Callable[[AdmissionMachine], object]] = []
@@ -157,7 +157,7 @@ def state_machine(
     target = target or SESSION.target
     rules = rules or SESSION.rules or "tail-reserved"
     rules_name = rules if isinstance(rules, str) else "own rules"
-    drawn: Any = strategy({**space.domains, **RULES_DOMAINS})
+    drawn: Any = strategy({**space.domains, **space.rules_domains})
     beginning: Callable[[Any], Any] = initialize(**drawn)
     body = {
         "under_test": UnderTest(

@@ -9,7 +9,7 @@ driver draw from the same domains.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvledger.arithmetic import align_chunk_end, ceil_tokens
 from kvledger.events import (
@@ -77,13 +77,28 @@ def draw_settings(
     )
 
 
+RULES_DOMAINS: Mapping[str, Domain] = {"shortage": (0, 1), "truncation": (0, 5)}
+
+
+def draw_rules(rules: AccountingRules, settings: NodeSettings, shortage: int, truncation: int) -> AccountingRules:
+    """The rules under test with what they leave open drawn: the answer to a shortage, and, where the tail is safe
+    whatever a cut leaves over, a split size for cuts."""
+    if shortage:
+        rules = replace(rules, on_shortage="force" if rules.on_shortage == "defer" else "defer")
+    tail_is_safe = rules.reserve_tail or rules.spend_gap
+    split_tokens = (truncation - 2) * settings.page_size
+    if tail_is_safe and split_tokens > 0 and split_tokens <= (settings.chunked_prefill_size or 0):
+        rules = replace(rules, truncation_align=split_tokens)
+    return rules
+
+
 @dataclass(frozen=True, eq=False)
 class Space:
     """The nodes, and the moves, that a search draws: domains of integers, and the settings they stand for.
 
-    `examples`: how many a search without a number tries. Not `thorough`: too few to meet every branch. `name` goes with
-    a preset's where the space is not the usual one; nothing may break under the `sound` presets. `before_drain` is for
-    what a drain would take too long over.
+    `examples`: how many a search without a number tries. Not `thorough`: too few to meet every branch. `rules` draws
+    what the rules under test leave open, from `rules_domains`. `name` goes with a preset's where the space is not the
+    usual one; nothing may break under the `sound` presets. `before_drain` is for what a drain would take too long over.
     """
 
     domains: Mapping[str, Domain]
@@ -91,6 +106,8 @@ class Space:
     moves: tuple[Move, ...]
     examples: int = 1000
     thorough: bool = True
+    rules_domains: Mapping[str, Domain] = field(default_factory=lambda: RULES_DOMAINS)
+    rules: Callable[..., AccountingRules] = draw_rules
     name: str = ""
     sound: frozenset[str] = SOUND_PRESETS
     before_drain: Callable[[World], None] = lambda _world: None
@@ -384,17 +401,3 @@ MOVES: tuple[Move, ...] = (
 
 NODE_SPACE = Space(NODE_DOMAINS, draw_settings, MOVES)
 """Nodes of every kind: memory costs nothing where nothing is in it."""
-
-RULES_DOMAINS: Mapping[str, Domain] = {"shortage": (0, 1), "truncation": (0, 5)}
-
-
-def draw_rules(rules: AccountingRules, settings: NodeSettings, shortage: int, truncation: int) -> AccountingRules:
-    """The rules under test with what they leave open drawn: the answer to a shortage, and, where the tail is safe
-    whatever a cut leaves over, a split size for cuts."""
-    if shortage:
-        rules = replace(rules, on_shortage="force" if rules.on_shortage == "defer" else "defer")
-    tail_is_safe = rules.reserve_tail or rules.spend_gap
-    split_tokens = (truncation - 2) * settings.page_size
-    if tail_is_safe and split_tokens > 0 and split_tokens <= (settings.chunked_prefill_size or 0):
-        rules = replace(rules, truncation_align=split_tokens)
-    return rules

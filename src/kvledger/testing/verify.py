@@ -61,7 +61,7 @@ def command(
     if as_json:
         print(json.dumps(document(results, paths), indent=2))
     else:
-        _print_tables(Console(), results, paths)
+        _print_tables(_Console(), results, paths)
         if hasattr(target, "totals"):
             print(target.totals())
     return 0 if all(result.as_expected for result in results) else 1
@@ -84,6 +84,13 @@ class _progress:
     def __exit__(self, *_: object) -> None:
         if self._shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+class _Console(Console):
+    """Leaves it to the command line what a reader that is gone means; rich would end the process with status 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 def _print_tables(console: Console, results: Sequence[SearchResult], paths: Mapping[str, str]) -> None:

@@ -1,0 +1,406 @@
+"""sglang's own scheduler objects, driven by hand: the `World` of a stand-alone script. Sizes are tokens.
+
+Nothing of kvledger is needed here, and nothing of it is imported but the stubs, whose text goes before this one.
+"""
+
+# ruff: noqa: E402 - the stubs must be there before sglang is imported
+
+from __future__ import annotations
+
+import logging
+import warnings
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+from kvledger.targets.sglang.stubs import STUBS
+
+for stub in STUBS:
+    if stub.before:
+        stub.install()
+warnings.simplefilter("ignore")
+logging.disable(logging.CRITICAL)
+
+import torch
+from sglang.srt import server_args
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req, ScheduleBatch
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, SchedulePolicy
+from sglang.srt.managers.scheduler_components.new_token_ratio_tracker import NewTokenRatioTracker
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.common import checkpoint_kv_cache, evict_from_tree_cache, release_kv_cache
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.runtime_context import get_context
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+for stub in STUBS:
+    if not stub.before:
+        stub.install()
+
+NO_LIMIT = 2**40
+SEGMENT_TOKENS = 2**28
+
+
+class World:
+    """One scheduler with its pool and prefix cache, on a CPU, without a model: what is computed is not looked at."""
+
+    def __init__(self, node: dict[str, Any], rules: dict[str, Any]) -> None:
+        self.node = node
+        self.page: int = node["page_size"]
+        page = self.page
+        self.truncation_align = rules["truncation_align"]
+        self.unified = node["mode"] == "unified"
+        slots = node["pool_tokens"] // page * page
+        args = server_args.ServerArgs(
+            model_path="dummy", device="cpu", attention_backend="torch_native", disable_overlap_schedule=True
+        )
+        server_args.set_global_server_args_for_scheduler(args)
+        get_context().override(
+            "script",
+            page_size=page,
+            schedule_policy=node["schedule_policy"],
+            disaggregation_mode="null" if self.unified else "prefill",
+            hicache_io_backend="direct",
+            hicache_mem_layout="layer_first",
+            hicache_write_policy="write_through",
+            hicache_ratio=self._host_ratio(slots),
+        )
+        self.rows = ReqToTokenPool(128, slots + page, "cpu", False)
+        store = MHATokenToKVPool(slots, page, torch.float16, 1, 1, 1, "cpu", False)
+        if page == 1:
+            self.allocator = TokenToKVPoolAllocator(slots, torch.float16, "cpu", store, not self.unified)
+        else:
+            self.allocator = PagedTokenToKVPoolAllocator(slots, page, torch.float16, "cpu", store, not self.unified)
+        self.tree = self._tree(args)
+        self.tree.pretty_print = lambda: None  # a failed allocation prints the whole tree
+        self.policy = SchedulePolicy(
+            node["schedule_policy"], self.tree, self.tree.cache_controller is not None, False, False
+        )
+        self.waiting: list[Any] = []
+        self.chunked: Any = None
+        self.running = ScheduleBatch(reqs=[], batch_is_full=False)
+        self.ratio = NewTokenRatioTracker.from_config()
+        self.admitted: dict[str, Any] = {}
+        self.prefilled: dict[str, Any] = {}
+        self.moved = False
+        self.segments: dict[str, int] = {}
+        self.held: dict[str, list[Any]] = {}
+
+    def _host_ratio(self, slots: int) -> float:
+        host_tokens: int | None = self.node["host_tokens"]
+        if host_tokens is None:
+            return 16 + 2**20 / slots
+        return max(0.0, (host_tokens // self.page - 0.5) * self.page / slots)
+
+    def _tree(self, args: Any) -> Any:
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=self.rows,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=self.page,
+            chunked_prefill_size=self.node["chunked_prefill_size"],
+        )
+        params.tree_components = (ComponentType.FULL,)
+        tree = UnifiedRadixCache(params)
+        if self.node["host_tokens"] is None or self.node["host_tokens"] >= self.page:
+            tree.init_hicache(args, params)
+        return tree
+
+    # --- requests
+
+    def _ids(self, prompt: Any) -> array[int]:
+        """A number of its own for each position of each segment: equal runs are equal prefixes."""
+        ids = array("q")
+        for segment, tokens in prompt:
+            first = self.segments.setdefault(segment, len(self.segments)) * SEGMENT_TOKENS
+            ids.extend(range(first, first + tokens))
+        return ids
+
+    def submit(self, name: str, prompt: Any, output: dict[str, Any]) -> str | None:
+        most = output.get("max_new_tokens", 1)
+        ids = self._ids(prompt)
+        if not len(ids) + most + self.page < self.node["pool_tokens"] // self.page * self.page:
+            return "it does not fit the empty pool"
+        sampling = SamplingParams(max_new_tokens=most, ignore_eos=output.get("ignore_eos", False))
+        sampling.normalize(None)
+        self.waiting.append(Req(name, "", ids, sampling))
+        return None
+
+    def transferred(self, name: str) -> None:
+        if name in self.in_flight():
+            self.finish(name)
+
+    def finish(self, name: str) -> None:
+        request = self.prefilled.get(name)
+        if request is not None:
+            request.finished_reason = FINISH_LENGTH(length=0)
+            self._leave(request, keep=True)
+
+    def abort(self, name: str) -> None:
+        self.waiting = [request for request in self.waiting if request.rid != name]
+        request = self.admitted.get(name)
+        if request is not None:
+            request.finished_reason = FINISH_ABORT("aborted")
+            self.chunked = None if self.chunked is request else self.chunked
+            self._leave(request, keep=False)
+
+    def _leave(self, request: Any, *, keep: bool) -> None:
+        """`keep`: what it computed stays in the prefix cache."""
+        self._drop_finished()
+        if request.kv.holds_kv:
+            release_kv_cache(request, self.tree, checkpoint=keep)
+        del self.admitted[request.rid]
+        self.prefilled.pop(request.rid, None)
+        self._settle()
+
+    # --- one round
+
+    def round(self) -> list[tuple[str, int, int]]:
+        """A prefill batch, allocated and run; in unified mode a decode round if none can be formed."""
+        self._settle()
+        self._drop_finished()
+        self.moved = False
+        batch = self._decide()
+        if not batch:
+            if self.unified:
+                self.decode()
+            return []
+        self._run(batch, self._allocate(batch))
+        return [(request.rid, request.extend_end - tokens, request.extend_end) for request, tokens in batch]
+
+    def _decide(self) -> list[tuple[Any, int]]:
+        """Who joins, each with the tokens of its chunk."""
+        if not self.unified or self.running.is_empty():
+            self.running.batch_is_full = False
+        if self.chunked is None and (self.running.batch_is_full or not self.waiting):
+            return []
+        self.policy.calc_priority(self.waiting, self.running)
+        adder = PrefillAdder(
+            self.page,
+            self.tree,
+            self.allocator,
+            self.running,
+            self.ratio.current,
+            self.node["max_prefill_tokens"] or NO_LIMIT,
+            self.node["chunked_prefill_size"],
+            self.running.batch_size() if self.node["mixed_chunk"] else 0,
+        )
+        if self.chunked is not None:
+            self.chunked.init_next_round_input()
+            adder.chunked_req_limit = self.policy.shortest_prefill_chunk_limit(
+                self.chunked, self.waiting, adder.rem_chunk_tokens or 0, self.page
+            )
+            self.chunked = adder.add_chunked_req(self.chunked)
+        for request in list(self.waiting):
+            if adder.budget_state() == AddReqResult.OTHER or self.running.batch_is_full:
+                break
+            request.init_next_round_input(self.tree)
+            answer = adder.add_one_req(
+                request, has_chunked_req=self.chunked is not None, truncation_align_size=self.truncation_align
+            )
+            if answer != AddReqResult.CONTINUE:
+                no_token = answer == AddReqResult.NO_TOKEN
+                self.running.batch_is_full = no_token and bool(adder.can_run_list or not self.running.is_empty())
+                break
+        joined = list(adder.can_run_list)
+        self.waiting = [request for request in self.waiting if all(request is not other for other in joined)]
+        self.chunked = adder.new_chunked_req or self.chunked
+        if self.chunked is not None and joined:
+            self.chunked.inflight_middle_chunks += 1
+        self.admitted |= {request.rid: request for request in joined}
+        return [(request, request.extend_end - request.prefix_len) for request in joined]
+
+    def _allocate(self, batch: list[tuple[Any, int]]) -> Any:
+        model = SimpleNamespace(vocab_size=2**62, is_encoder_decoder=False)
+        schedule = ScheduleBatch.init_new(
+            [request for request, _ in batch],
+            self.rows,
+            self.allocator,
+            self.tree,
+            model,
+            False,
+            SpeculativeAlgorithm.NONE,
+            chunked_req=self.chunked,
+        )
+        if self.tree.cache_controller is not None:
+            self.tree.ready_to_load_host_cache()
+        self._or_out_of_memory(schedule.prepare_for_extend)
+        return schedule
+
+    def _or_out_of_memory(self, step: Any) -> None:
+        try:
+            step()
+        except RuntimeError as error:
+            if "out of memory" not in str(error).lower():
+                raise
+            raise MemoryError(str(error).splitlines()[0]) from error
+
+    def _run(self, batch: list[tuple[Any, int]], schedule: Any) -> None:
+        left = []
+        mixed = self._mix_into(schedule) if self.node["mixed_chunk"] else []
+        for request, _ in batch:
+            if request.inflight_middle_chunks > 0:
+                request.inflight_middle_chunks -= 1
+                checkpoint_kv_cache(request, self.tree)
+                continue
+            self.prefilled[request.rid] = request
+            self._take_token(request)
+            if request.finished():
+                left.append(request)
+            else:
+                checkpoint_kv_cache(request, self.tree)
+        for request in mixed:
+            self._take_token(request)
+        if self.unified:
+            self._join(schedule)
+        for request in left + [request for request in mixed if request.finished()]:
+            self._leave(request, keep=True)
+        self._settle()
+
+    def _mix_into(self, schedule: Any) -> list[Any]:
+        """Decodes join a prefill batch if their next tokens fit."""
+        if self.running.is_empty() or not self.running.check_decode_mem():
+            return []
+        self.running.prepare_for_decode()
+        requests = list(self.running.reqs)
+        schedule.mix_with_running(self.running)
+        self.running = ScheduleBatch(reqs=[], batch_is_full=self.running.batch_is_full)
+        return requests
+
+    def _join(self, schedule: Any) -> None:
+        """Those whose prompt is done decode from now on."""
+        before = schedule.batch_size()
+        schedule.filter_batch(reqs_to_exclude=[] if self.chunked is None else [self.chunked])
+        if schedule.batch_size() < before:
+            self.running.batch_is_full = False
+        if schedule.is_empty():
+            return
+        if self.running.is_empty():
+            schedule.batch_is_full = self.running.batch_is_full
+            self.running = schedule
+        else:
+            self.running.merge_batch(schedule)
+
+    def _drop_finished(self) -> None:
+        before = self.running.batch_size()
+        self.running.filter_batch()
+        if self.running.batch_size() < before:
+            self.running.batch_is_full = False
+
+    def decode(self) -> list[tuple[str, int, int]]:
+        """Each running request takes a token; whoever has no room for one goes back to the queue."""
+        self.moved = not self.running.is_empty()
+        if not self.moved:
+            return []
+        gone: list[Any] = []
+        before = self.running.batch_size()
+        if self.running.check_decode_mem():
+            self.ratio.decay_step()
+        else:
+            back, self.ratio.current, gone = self.running.retract_decode()
+            if self.running.batch_size() < before:
+                self.running.batch_is_full = False
+            self.waiting += back
+            for request in back:
+                del self.admitted[request.rid], self.prefilled[request.rid]
+        if not self.running.is_empty():
+            self._or_out_of_memory(self.running.prepare_for_decode)
+            for request in self.running.reqs:
+                self._take_token(request)
+            gone += [request for request in self.running.reqs if request.finished()]
+        for request in gone:
+            self._leave(request, keep=True)
+        return []
+
+    def _take_token(self, request: Any) -> None:
+        first = self.segments.setdefault(f"output of {request.rid}", len(self.segments)) * SEGMENT_TOKENS
+        request.output_ids.append(first + len(request.output_ids))
+        if self.unified:
+            request.update_finish_state()
+
+    def _settle(self) -> None:
+        """Copies to and from the host that are done let go of their locks."""
+        if self.tree.cache_controller is not None:
+            self.tree.check_hicache_events()
+
+    # --- outsiders
+
+    def _take(self, tokens: int) -> Any:
+        evict_from_tree_cache(self.tree, tokens)
+        return self.allocator.alloc(tokens)
+
+    def cached(self, tier: str, prompt: Any, locked: bool) -> None:
+        """Somebody who has gone computed this prompt; `locked`: he has not gone."""
+        ids = self._ids(prompt)
+        ids = ids[: len(ids) // self.page * self.page]
+        if not ids:
+            return
+        if tier == "device":
+            self._cached_on_device(ids, locked)
+        elif self.tree.cache_controller is not None:
+            self._cached_on_host(ids)
+        self._settle()
+
+    def _cached_on_device(self, ids: array[int], locked: bool) -> None:
+        hit = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(ids)))
+        have = int(hit.device_prefix_len)
+        lock = self.tree.lock(hit.last_device_node)
+        slots = self._take(len(ids) - have)
+        self.tree.unlock(lock)
+        if have:
+            slots = torch.cat([self.tree.path_device_indices(hit.last_device_node)[:have], slots])
+        found = self.tree.insert(InsertParams(key=RadixKey(ids), value=slots, prev_prefix_len=have))
+        if locked:
+            self.tree.lock(found.last_device_node)
+
+    def _cached_on_host(self, ids: array[int]) -> None:
+        """The way of a prefetch from storage."""
+        pool = self.tree.cache_controller.mem_pool_host
+        if pool.available_size() < len(ids):
+            self.tree.evict_host(len(ids) - pool.available_size())
+        ids = ids[: min(len(ids), int(pool.available_size()) // self.page * self.page)]
+        slots = pool.alloc(len(ids))
+        hashes = [str(number) for number in range(len(ids) // self.page)]
+        root = self.tree.root_node_handle()
+        result = self.tree.tree_core.insert_host(root, RadixKey(ids), slots, hashes)
+        self.tree._apply_cache_actions(result.cache_actions)
+        pool.free(slots[: len(ids) if result.host_insert_dropped else int(result.prefix_len)])
+
+    def hold(self, name: str, tokens: int) -> None:
+        self.held.setdefault(name, []).extend(self._take(-(-tokens // self.page) * self.page).split(self.page))
+
+    def release(self, name: str, tokens: int | None) -> None:
+        held = self.held.get(name, [])
+        for _ in range(len(held) if tokens is None else min(len(held), tokens // self.page)):
+            self.allocator.free(held.pop())
+
+    # --- what can be seen
+
+    def in_flight(self) -> list[str]:
+        """On a prefill node a finished prompt keeps its slots until it is transferred."""
+        return [] if self.unified else [name for name in self.admitted if name in self.prefilled]
+
+    def has_work(self) -> bool:
+        return bool(self.waiting) or self.chunked is not None or (self.unified and bool(self.prefilled))
+
+    def moves(self) -> bool:
+        return self.moved
+
+    def pool(self) -> tuple[int, int]:
+        return int(self.allocator.available_size()), int(self.tree.evictable_size())
+
+    def needs(self) -> dict[str, int]:
+        """Slots, in whole pages, that each half-done prompt has yet to get."""
+        return {
+            name: -(-len(request.origin_input_ids) // self.page) * self.page - int(request.kv.kv_allocated_len)
+            for name, request in self.admitted.items()
+            if name not in self.prefilled
+        }
+
+    def thrown_away(self) -> list[str]:
+        return []
