@@ -17,7 +17,7 @@ from kvledger.rules import PRESETS, SOUND_PRESETS
 from kvledger.testing.fixtures import save_fixture
 from kvledger.testing.moves import NODE_SPACE, Space
 from kvledger.testing.reached import BRANCHES, expected_branches
-from kvledger.testing.search import Progress, SearchResult, document, search
+from kvledger.testing.search import NOT_CONFIRMED, Progress, SearchResult, document, search
 
 DEFAULT_SAVE = "kvledger-found"
 
@@ -37,11 +37,13 @@ def command(
     target = target or PrefillNode
     space: Space = getattr(target, "space", NODE_SPACE)
     names = list(rules) or [name for name in PRESETS if space.thorough or name in SOUND_PRESETS]
+    left_out = [name for name in PRESETS if not rules and name not in names]
+    examples = examples or space.examples
     with _progress() as progress:
         results = [
             search(
                 name,
-                examples=examples or space.examples,
+                examples=examples,
                 seed=seed or 0,
                 target=target,
                 progress=progress,
@@ -57,7 +59,9 @@ def command(
     if as_json:
         print(json.dumps(document(results, paths), indent=2))
     else:
-        _print_tables(_Console(), results, paths)
+        _print_tables(_Console(), results, paths, too_few=examples < space.examples)
+        if left_out:
+            print(f"left out: {', '.join(left_out)}: what they break is on paper, and quicker found elsewhere")
         if hasattr(target, "totals"):
             print(target.totals())
     return 0 if all(result.as_expected for result in results) else 1
@@ -89,9 +93,12 @@ class _Console(Console):
         raise BrokenPipeError
 
 
-def _print_tables(console: Console, results: Sequence[SearchResult], paths: Mapping[str, str]) -> None:
+def _print_tables(
+    console: Console, results: Sequence[SearchResult], paths: Mapping[str, str], *, too_few: bool
+) -> None:
+    """`too_few`: fewer examples were asked for than it takes to reach every branch."""
     console.print(_reached_table(results))
-    console.print(_verdict_table(results))
+    console.print(_verdict_table(results, too_few=too_few))
     for result in results:
         if result.found is not None:
             found = result.found
@@ -101,10 +108,20 @@ def _print_tables(console: Console, results: Sequence[SearchResult], paths: Mapp
                 f"  shrunk to {events} events in {replays:,} replays: {escape(paths[result.rules])}", soft_wrap=True
             )
         if result.missing:
-            console.print(f"[bold red]{result.rules} never reached: {', '.join(result.missing)}[/]")
+            few = too_few and NOT_CONFIRMED not in result.missing
+            words = f"{result.rules}: too few examples to reach" if few else f"{result.rules} never reached"
+            console.print(f"[bold red]{words}: {', '.join(result.missing)}[/]")
 
 
-def _verdict_table(results: Sequence[SearchResult]) -> Table:
+def _verdict(result: SearchResult, *, too_few: bool) -> str:
+    if result.as_expected:
+        return "[green]as expected[/]"
+    if too_few and (result.found is None) == result.sound and NOT_CONFIRMED not in result.missing:
+        return "[bold red]too few examples[/]"
+    return "[bold red]NOT expected[/]"
+
+
+def _verdict_table(results: Sequence[SearchResult], *, too_few: bool) -> Table:
     table = _table(
         "rules",
         *_right("examples", "rounds", "seconds"),
@@ -121,7 +138,7 @@ def _verdict_table(results: Sequence[SearchResult]) -> Table:
             f"{result.seconds:.1f}",
             found.invariant if found else "none",
             f"{found.example:,}" if found else "-",
-            "[green]as expected[/]" if result.as_expected else "[bold red]NOT expected[/]",
+            _verdict(result, too_few=too_few),
         )
     return table
 
