@@ -17,7 +17,7 @@ from kvledger.rules import PRESETS, SOUND_PRESETS
 from kvledger.testing.fixtures import save_fixture
 from kvledger.testing.moves import NODE_SPACE, Space
 from kvledger.testing.reached import BRANCHES, DECODE_BRANCHES
-from kvledger.testing.search import Progress, SearchResult, document, search
+from kvledger.testing.search import NOT_CONFIRMED, Progress, SearchResult, document, search
 from kvledger.testing.unified_moves import UNIFIED_SPACE
 
 DEFAULT_SAVE = "kvledger-found"
@@ -41,6 +41,8 @@ def command(
     searches = [(name, space) for name in names]
     if target is PrefillNode:
         searches += [(name, UNIFIED_SPACE) for name in names if name in UNIFIED_SPACE.sound]
+    left_out = [name for name in PRESETS if not rules and name not in names]
+    too_few = examples is not None and any(examples < each.examples for _, each in searches)
     with _progress() as progress:
         results = [
             search(
@@ -61,7 +63,9 @@ def command(
     if as_json:
         print(json.dumps(document(results, paths), indent=2))
     else:
-        _print_tables(_Console(), results, paths)
+        _print_tables(_Console(), results, paths, too_few=too_few)
+        if left_out:
+            print(f"left out: {', '.join(left_out)}: what they break is on paper, and quicker found elsewhere")
         if hasattr(target, "totals"):
             print(target.totals())
     return 0 if all(result.as_expected for result in results) else 1
@@ -93,9 +97,12 @@ class _Console(Console):
         raise BrokenPipeError
 
 
-def _print_tables(console: Console, results: Sequence[SearchResult], paths: Mapping[str, str]) -> None:
+def _print_tables(
+    console: Console, results: Sequence[SearchResult], paths: Mapping[str, str], *, too_few: bool
+) -> None:
+    """`too_few`: fewer examples were asked for than it takes to reach every branch."""
     console.print(_reached_table(results))
-    console.print(_verdict_table(results))
+    console.print(_verdict_table(results, too_few=too_few))
     for result in results:
         if result.found is not None:
             found = result.found
@@ -105,10 +112,20 @@ def _print_tables(console: Console, results: Sequence[SearchResult], paths: Mapp
                 f"  shrunk to {events} events in {replays:,} replays: {escape(paths[result.title])}", soft_wrap=True
             )
         if result.missing:
-            console.print(f"[bold red]{result.title} never reached: {', '.join(result.missing)}[/]")
+            few = too_few and NOT_CONFIRMED not in result.missing
+            words = f"{result.title}: too few examples to reach" if few else f"{result.title} never reached"
+            console.print(f"[bold red]{words}: {', '.join(result.missing)}[/]")
 
 
-def _verdict_table(results: Sequence[SearchResult]) -> Table:
+def _verdict(result: SearchResult, *, too_few: bool) -> str:
+    if result.as_expected:
+        return "[green]as expected[/]"
+    if too_few and (result.found is None) == result.sound and NOT_CONFIRMED not in result.missing:
+        return "[bold red]too few examples[/]"
+    return "[bold red]NOT expected[/]"
+
+
+def _verdict_table(results: Sequence[SearchResult], *, too_few: bool) -> Table:
     table = _table(
         "rules",
         *_right("examples", "rounds", "seconds"),
@@ -125,7 +142,7 @@ def _verdict_table(results: Sequence[SearchResult]) -> Table:
             f"{result.seconds:.1f}",
             found.invariant if found else "none",
             f"{found.example:,}" if found else "-",
-            "[green]as expected[/]" if result.as_expected else "[bold red]NOT expected[/]",
+            _verdict(result, too_few=too_few),
         )
     return table
 
