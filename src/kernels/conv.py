@@ -14,7 +14,9 @@ from typing import Final
 import torch
 
 from kvledger.kernels.launch import Backend, require_interpretable, resolve_backend, triton_module
+from kvledger.kernels.layout import mismatch, output_like, require_tensors, share_memory, units_apart, units_contiguous
 from kvledger.kernels.state_plan import NO_SLOT, ChunkPlan, Span, StateSlots, plan_chunks, sequence_lengths
+from kvledger.kernels.tables import TableError
 
 DTYPES: Final = (torch.float32, torch.bfloat16)
 WIDTH: Final = 4
@@ -54,23 +56,27 @@ def causal_conv_fwd(
     object that kda_chunk_fwd takes: window and state then are of the same token. x, weight and bias are used in
     float32, SiLU is applied unless `silu` is False.
     """
+    require_tensors(x=x, weight=weight)
     if x.dim() != 3 or x.dtype not in DTYPES or x.shape[2] == 0:
-        raise ValueError(f"x {[*x.shape]} {x.dtype}: [B, T, C] float32 or bfloat16")
+        raise mismatch("x", x, "[B, T, C] float32 or bfloat16, C > 0")
     batch, tokens, channels = x.shape
     expected = {"weight": (weight, (channels, WIDTH)), "bias": (bias, (channels,))}
     for name, (tensor, shape) in expected.items():
-        if tensor is not None and (tuple(tensor.shape) != shape or tensor.dtype not in DTYPES):
-            raise ValueError(f"{name} {[*tensor.shape]} {tensor.dtype}: {[*shape]} float32 or bfloat16")
-    if out is None:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    elif out.shape != x.shape or out.dtype != x.dtype or not out.is_contiguous():
-        raise ValueError(f"out {[*out.shape]} {out.dtype}: contiguous {[*x.shape]} {x.dtype}")
-    if tokens and out.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
-        raise ValueError("out shares memory with x: a token's input is needed by the next three")
-    _check_windows(window_pool, x)
+        if tensor is None:
+            continue
+        require_tensors(**{name: tensor})
+        if tuple(tensor.shape) != shape or tensor.dtype not in DTYPES or tensor.device != x.device:
+            raise mismatch(name, tensor, f"{[*shape]} float32 or bfloat16 on {x.device}")
+    out = output_like(out, tuple(x.shape), x)
+    if share_memory(out, x.contiguous()):
+        raise TableError("out shares memory with x: a token's input is needed by the next three")
+    _check_windows(window_pool, x, out)
     lengths = sequence_lengths(batch, tokens, cu_seqlens)
-    slots = StateSlots.none(len(lengths)) if slots is None else slots
-    slots.check(lengths, 0 if window_pool is None else window_pool.shape[0])
+    if slots is None:
+        if window_pool is not None:
+            raise TableError("a window_pool without slots: which of its windows are meant?")
+        slots = StateSlots.none(len(lengths))
+    slots.check(lengths, None if window_pool is None else window_pool.shape[0])
     bias = None if bias is None else bias.contiguous()
     call = ConvCall(x.contiguous(), weight.contiguous(), bias, out, silu, window_pool, plan_chunks(lengths, slots))
     chosen = resolve_backend(backend, x.device)
@@ -84,16 +90,19 @@ def causal_conv_fwd(
     return out
 
 
-def _check_windows(pool: torch.Tensor | None, x: torch.Tensor) -> None:
+def _check_windows(pool: torch.Tensor | None, x: torch.Tensor, out: torch.Tensor) -> None:
     if pool is None:
         return
+    require_tensors(window_pool=pool)
     channels = x.shape[2]
-    if pool.dim() != 3 or tuple(pool.shape[1:]) != (WINDOW, channels) or pool.dtype != x.dtype:
-        raise ValueError(f"window_pool {[*pool.shape]} {pool.dtype}: [slots, {WINDOW}, {channels}] {x.dtype}")
-    if pool.device != x.device:
-        raise ValueError(f"window_pool on {pool.device}, x on {x.device}")
-    if pool.stride()[1:] != (channels, 1) or pool.stride(0) < WINDOW * channels:
-        raise ValueError(f"window_pool has strides {pool.stride()}: each slot contiguous, slots apart")
+    shape_fits = pool.dim() == 3 and tuple(pool.shape[1:]) == (WINDOW, channels)
+    if not shape_fits or pool.dtype != x.dtype or pool.device != x.device:
+        raise mismatch("window_pool", pool, f"[slots, {WINDOW}, {channels}] {x.dtype} on {x.device}")
+    if not units_contiguous(pool) or not units_apart(pool):
+        raise mismatch("window_pool", pool, "each slot contiguous, slots apart")
+    for name, tensor in (("x", x.contiguous()), ("out", out)):
+        if share_memory(pool, tensor):
+            raise TableError(f"{name} shares memory with window_pool")
 
 
 def run_torch(call: ConvCall) -> None:

@@ -28,9 +28,6 @@ def outputs_kernel(
     base, low, high = tl.load(chunk), tl.load(chunk + 1).to(tl.int32), tl.load(chunk + 2).to(tl.int32)
     sequence = sequences + tl.load(chunk + 4) * 8
     source, first_token = tl.load(sequence + 2), tl.load(sequence + 4)
-    before = tl.minimum(base - first_token, WIDTH).to(
-        tl.int32
-    )  # tokens of the span before lane 0, as far as they count
     # tokens of the span before lane 0, as far as they count; negative where lane 0 is dead
     before = tl.minimum(base - first_token, WIDTH).to(tl.int32)
     windowed = (source >= 0) & (before < WIDTH - 1)

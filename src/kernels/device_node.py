@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import torch
 
 from kvledger.adder import PrefillAdder
 from kvledger.arithmetic import ceil_pages
+from kvledger.events import Submit
 from kvledger.evidence import Finding
 from kvledger.kernels.device_pool import DevicePool, PageTable
 from kvledger.kernels.device_space import SMALL_SPACE, TINY_SPACE
@@ -26,15 +28,25 @@ from kvledger.kernels.state_plan import CHUNK
 from kvledger.kernels.tables import TableError
 from kvledger.node import NodeSettings, PrefillNode, Watcher
 from kvledger.record import Snapshot
-from kvledger.replay import TargetFactory
+from kvledger.replay import EventError, TargetFactory
 from kvledger.request import CachedPage, Prompt, Request
 from kvledger.rules import AccountingRules
 from kvledger.slots import StateSlots
 from kvledger.testing.moves import Space
+from kvledger.trace import Trace
 
 ONE_PIECE_TOKENS = 2048
 """Prompts up to this long are also run in one piece, to compare bits."""
 KEPT_PREFILLS = 64
+
+FIRST_SLOTS = 16
+"""State slots that a node without a limit starts with."""
+
+MAX_BYTES = 1 << 30
+"""Of a pool on a CPU, both tiers: every free unit is looked at after every event."""
+
+INTERPRETED_TOKENS = 8_000
+"""Of all prompts of a trace: the interpreter computes some sixty a second, and fewer of long ones."""
 
 
 @dataclass(slots=True)
@@ -72,6 +84,7 @@ class Place:
     dtype: torch.dtype
     prefills: Prefills
     counts: Counts
+    max_bytes: int
     check_tables: bool = True
 
 
@@ -96,21 +109,37 @@ class DeviceNode(PrefillNode):
         self._filling: Prompt | None = None
 
     def _open_device(self, settings: NodeSettings) -> DevicePool:
-        """Without a limit, as many state slots as pages could need: a live state and a checkpoint each."""
+        """State slots without a limit, and such a host tier, grow as they are used. EventError: it is too big."""
         place = self.place
+        slots = FIRST_SLOTS if settings.state_slots is None else settings.state_slots
+        host_pages = 0 if settings.host_pages is None else min(settings.host_pages, settings.pool_pages) + 2
+        self._refuse_too_big(settings, slots, host_pages)
         return DevicePool(
             place.model,
             pages=settings.pool_pages,
-            slots=settings.state_slots or 2 * settings.pool_pages + 1,
+            slots=slots,
             page_size=settings.page_size,
-            host_pages=0 if settings.host_pages is None else min(settings.host_pages, settings.pool_pages) + 2,
+            host_pages=host_pages,
             backend=place.backend,
             device=place.device,
             dtype=place.dtype,
         )
 
+    def _refuse_too_big(self, settings: NodeSettings, slots: int, host_pages: int) -> None:
+        place = self.place
+        size = partial(DevicePool.bytes_of, place.model, page_size=settings.page_size, dtype=place.dtype)
+        device, host = size(pages=settings.pool_pages, slots=slots), size(pages=host_pages, slots=host_pages)
+        parts = {"pool_tokens": device[0], "state_slots": device[1], "host_tokens": sum(host)}
+        total, name = sum(parts.values()), max(parts, key=lambda part: parts[part])
+        if total > place.max_bytes:
+            raise EventError(
+                f"node.{name}",
+                f"{getattr(settings, name)} take {parts[name]:,} of {total:,} bytes, --device {place.name} allows "
+                f"{place.max_bytes:,}",
+            )
+
     def _open_slots(self) -> StateSlots:
-        return DeviceSlots(self, self.device.slots, self.page_size, self.grid_tokens)
+        return DeviceSlots(self, self.settings.state_slots, self.page_size, self.grid_tokens)
 
     @property
     def real_slots(self) -> DeviceSlots:
@@ -207,8 +236,10 @@ class DeviceNode(PrefillNode):
             return
         for work, values in zip(batch, outputs, strict=True):
             self.counts.tokens += work.tokens
-            self.judge.look(Output(work.rid, work.prompt, work.start, values, self._one_piece(work)))
-        self._look_at_poison()
+            stored = self.device.rows_of(work.pages, work.end)
+            before = self.judge.bitwise
+            self.judge.look(Output(work.rid, work.prompt, work.start, values, stored, self._one_piece(work)))
+            self.counts.bitwise += self.judge.bitwise - before
 
     def _check(self, batch: Sequence[Work]) -> None:
         tables = [PageTable(r.rid, tuple(r.pages), r.shared_pages) for r in self.live.values()]
@@ -225,16 +256,20 @@ class DeviceNode(PrefillNode):
         _, whole = self.place.prefills.of(work.prompt, self.page_size, self.grid_tokens, outputs=True)
         return whole[work.start : work.end]
 
-    def _look_at_poison(self) -> None:
+    def look_at_poison(self) -> None:
+        """Look at every free unit, and for NaN in those that hold data; the judge keeps what is wrong."""
+        if self.judge.wrong_poison is not None:
+            return
         unused = self.pool.never_used()
         free = [*self.pool.released(), *range(unused.start, min(unused.stop, self.device.pages))]
-        faults = self.device.faults(free, self.real_slots.free_numbers())
-        if faults and self.judge.wrong_poison is None:
+        faults = self.device.faults(free, self.real_slots.free_numbers(), self.real_slots.free_host_places())
+        if faults:
             self.judge.wrong_poison = Finding(None, f"{len(faults)} units are not as they should be: {faults[0]}")
 
     def snapshot(self) -> Snapshot:
         plain = super().snapshot()
-        return DeviceSnapshot(**{f.name: getattr(plain, f.name) for f in fields(Snapshot)}, judge=self.judge)
+        plain_fields = {f.name: getattr(plain, f.name) for f in fields(Snapshot)}
+        return DeviceSnapshot(**plain_fields, judge=self.judge, look_at_poison=self.look_at_poison)
 
 
 def _tail(request: Request, end: int) -> int:
@@ -257,6 +292,16 @@ class DeviceTarget:
         """What to shrink with: the pure node decides the same, and a promise on paper needs no data."""
         return self if any(invariant == own.name for own in DATA_INVARIANTS) else PrefillNode
 
+    def refusal(self, trace: Trace) -> str | None:
+        """Why a trace had better not be replayed here, in one line, or None."""
+        tokens = sum(event.prompt.tokens for event in trace.events if isinstance(event, Submit))
+        if self.place.name != "interpret" or tokens <= INTERPRETED_TOKENS:
+            return None
+        return (
+            f"--device interpret takes prompts of {INTERPRETED_TOKENS:,} tokens in all, these have {tokens:,}: "
+            "--device cpu computes the same"
+        )
+
     def totals(self) -> str:
         """What all nodes did."""
         return f"{self.place.name}: {self.place.counts.line()}"
@@ -275,5 +320,6 @@ def device_target(device: str, model: str = "tiny", *, check_tables: bool = True
     spec = MODELS[model]
     dtype = torch.float32
     prefills = Prefills(spec, "triton" if device == "cuda" else "torch", where, dtype)
-    place = Place(device, backend, where, spec, dtype, prefills, Counts(), check_tables)
+    max_bytes = torch.cuda.mem_get_info()[0] if device == "cuda" else MAX_BYTES
+    place = Place(device, backend, where, spec, dtype, prefills, Counts(), max_bytes, check_tables)
     return DeviceTarget(place, TINY_SPACE if device == "interpret" else SMALL_SPACE)

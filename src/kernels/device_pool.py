@@ -49,7 +49,7 @@ class Tier:
 
         def make(units: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:
             made = torch.empty(units, *shape, dtype=dtype, device=like.device, pin_memory=pin)
-            canary_fill(made, pages=range(units))
+            canary_fill(made, pages=torch.arange(units))
             return made
 
         heads = (spec.kda_layers, spec.heads, spec.v_size, spec.k_size)
@@ -93,6 +93,13 @@ class DevicePool:
     def slots(self) -> int:
         return len(self.device.states)
 
+    @staticmethod
+    def bytes_of(spec: ModelSpec, *, pages: int, slots: int, page_size: int, dtype: torch.dtype) -> tuple[int, int]:
+        """What so many latent pages and so many slots, states and windows, take in one tier."""
+        windows = spec.kda_layers * WINDOW * spec.channels * dtype.itemsize
+        states = spec.kda_layers * spec.heads * spec.v_size * spec.k_size * torch.float32.itemsize
+        return pages * page_size * spec.mla_layers * spec.latent * dtype.itemsize, slots * (states + windows)
+
     def _new_host(self, pages: int) -> Tier:
         pin = self.device.latents.device.type == "cuda" and pages > 0
         return Tier.empty(self.spec, pages, pages, self.page_size, self._host_like, pin)
@@ -107,6 +114,12 @@ class DevicePool:
 
     def layer_windows(self, layer: int) -> torch.Tensor:
         return self.device.windows[:, layer]
+
+    def rows_of(self, pages: Sequence[int], tokens: int) -> torch.Tensor:
+        """The latents of the first `tokens` positions of a table, [tokens, MLA layers, latent] on the host."""
+        table = torch.tensor(pages[: -(-tokens // self.page_size)], dtype=torch.int64)
+        units = self.device.latents[table.to(self.device.latents.device)]
+        return units.transpose(1, 2).flatten(0, 1)[:tokens].cpu()
 
     # --- what must hold before a launch
 
@@ -210,6 +223,17 @@ class DevicePool:
         self.host.rows[:have] = old.rows
         self.host.stated |= old.stated
 
+    def grow_slots(self, slots: int) -> None:
+        """Double the device's slots until there are `slots`: only where nobody has set a limit."""
+        have = self.slots
+        if slots <= have:
+            return
+        old, like = self.device, self.device.latents.new_empty(0)
+        more = Tier.empty(self.spec, 0, max(slots, 2 * have), self.page_size, like, pin=False)
+        for name in ("states", "windows"):
+            getattr(more, name)[:have] = getattr(old, name)
+            setattr(old, name, getattr(more, name))
+
     # --- poison
 
     def poison_pages(self, pages: Sequence[int]) -> None:
@@ -232,7 +256,9 @@ class DevicePool:
         for page in host_pages:
             self.host.rows[page] = 0
 
-    def faults(self, free_pages: Iterable[int], free_slots: Iterable[int]) -> list[CanaryFault]:
+    def faults(
+        self, free_pages: Iterable[int], free_slots: Iterable[int], free_host_pages: Iterable[int] = ()
+    ) -> list[CanaryFault]:
         """Poison that has vanished from free pages and slots, and NaN in what holds data."""
         rows = self.device.rows
         full = [page for page, written in enumerate(rows) if written == self.page_size]
@@ -241,20 +267,22 @@ class DevicePool:
         found = canary_check(self.device.latents, poisoned_pages=pages, live_pages=full)
         found += canary_check(self.device.states, poisoned_pages=slots, live_pages=stated)
         found += canary_check(self.device.windows, poisoned_pages=slots, live_pages=stated)
-        return found + self._unused_rows()
+        places = list(free_host_pages)
+        for tensor in (self.host.latents, self.host.states, self.host.windows):
+            found += canary_check(tensor, poisoned_pages=places)
+        return found + self._partly_filled()
 
-    def _unused_rows(self) -> list[CanaryFault]:
-        """Rows past the last written one of a partly filled page are poison in every layer."""
+    def _partly_filled(self) -> list[CanaryFault]:
+        """Of a partly filled page, in every layer: data as far as it is written, and poison past that."""
         size, layers = self.page_size, self.spec.mla_layers
-        partly = [(page, written) for page, written in enumerate(self.device.rows) if 0 < written < size]
         flat = self.device.latents.flatten(0, 1)
-        unused = [
-            (page * layers + layer) * size + row
-            for page, written in partly
-            for layer in range(layers)
-            for row in range(written, size)
-        ]
-        return canary_check(flat, poisoned_rows=unused)
+        live: list[int] = []
+        unused: list[int] = []
+        for page, written in enumerate(self.device.rows):
+            for unit in range(page * layers, (page + 1) * layers) if 0 < written < size else ():
+                live += range(unit * size, unit * size + written)
+                unused += range(unit * size + written, (unit + 1) * size)
+        return canary_check(flat, poisoned_rows=unused, live_rows=live)
 
 
 def _mark(stated: set[int], slot: int, holds: bool) -> None:

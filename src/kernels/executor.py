@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import Any
 
+import numpy as np
 import torch
 
 from kvledger.kernels.conv import causal_conv_fwd
@@ -17,7 +20,7 @@ from kvledger.kernels.device_pool import DevicePool
 from kvledger.kernels.kda import kda_chunk_fwd
 from kvledger.kernels.launch import Backend
 from kvledger.kernels.mla import PrefillPlan, SlotMap, latent_store, mla_prefill, plan_prefill, plan_slots
-from kvledger.kernels.model import BETA_SHIFT, NORM_EPSILON, Layer, ModelSpec, embed, weights
+from kvledger.kernels.model import BETA_SHIFT, NORM_EPSILON, ROPE_BASE, Layer, ModelSpec, embed, weights
 from kvledger.kernels.state_plan import CHUNK, NO_SLOT, StateSlots, grid_points
 from kvledger.kernels.tables import upload
 from kvledger.replay import TargetFactory
@@ -50,9 +53,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Step:
-    """What all layers of one pass share: positions, tables, slots."""
+    """What all layers of one pass share: positions, tables, slots; `turns` [2, T, rope / 2] are cosines and sines."""
 
     bounds: list[int]
+    turns: torch.Tensor
     lanes: torch.Tensor
     tiles: int
     slots: StateSlots
@@ -148,7 +152,9 @@ class Executor:
             table = torch.tensor([[*w.pages[:longest], *[0] * (longest - len(w.pages))] for w in batch])
             attends = plan_prefill(latents, table, bounds, [w.start for w in batch], backend=self.backend)
         lane_table = upload(torch.tensor(lanes, dtype=torch.int64), self.device)
-        return Step(bounds, lane_table, tiles, slots, plan_slots(rows, latents), attends)
+        positions = np.concatenate([np.arange(work.start, work.end) for work in batch])
+        turns = upload(torch.from_numpy(_turns(self.spec.rope, positions)), self.device)
+        return Step(bounds, turns, lane_table, tiles, slots, plan_slots(rows, latents), attends)
 
     def _wrote(self, batch: list[Work]) -> None:
         """Say what the pool holds now; a checkpoint that the kernels did not take in passing is copied from live."""
@@ -200,13 +206,13 @@ class Executor:
     ) -> torch.Tensor | None:  # fmt: skip
         """Store the chunk's latents; attention over all of the request's pages, [T, hidden] float32, if asked for."""
         spec, tokens, pages = self.spec, len(h), self.pool.layer_latents(number)
-        inner = self._project(h, layer.inner, step).to(self.dtype)
-        latent_store(inner[:, : spec.latent].contiguous(), pages, step.stores, backend=self.backend)
+        inner = self._project(h, layer.inner, step).view(tokens, 1 + spec.heads, spec.latent)
+        inner = _turned(inner, spec.rank, step.turns).to(self.dtype)
+        latent_store(inner[:, 0].contiguous(), pages, step.stores, backend=self.backend)
         if not attend:
             return None
         assert step.attends is not None
-        q = inner[:, spec.latent :].reshape(tokens, spec.heads, spec.latent)
-        mixed = mla_prefill(q, pages, step.attends, scale=spec.latent**-0.5, rank=spec.rank)
+        mixed = mla_prefill(inner[:, 1:].contiguous(), pages, step.attends, scale=spec.latent**-0.5, rank=spec.rank)
         return self._project(mixed.view(tokens, -1), layer.out, step).float()
 
     def _project(self, x: torch.Tensor, weight: torch.Tensor, step: Step) -> torch.Tensor:
@@ -240,6 +246,27 @@ def _on_device(layer: Layer, like: torch.Tensor) -> _Weights:
 def _normalised(x: torch.Tensor) -> torch.Tensor:
     """Root mean square 1 over the last dimension."""
     return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + NORM_EPSILON)
+
+
+def _turned(x: torch.Tensor, rank: int, turns: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, rank + rope], the pairs of its rope part rotated in float32 by its rows' angles."""
+    cosines, sines = turns[:, :, None]
+    even, odd = x[..., rank::2].float(), x[..., rank + 1 :: 2].float()
+    pairs = torch.stack((even * cosines - odd * sines, even * sines + odd * cosines), -1)
+    return torch.cat((x[..., :rank], pairs.flatten(-2).to(x.dtype)), -1)
+
+
+def _turns(rope: int, positions: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> np.ndarray[Any, Any]:
+    """Cosines and sines of the angles at `positions`, float32 [2, T, rope / 2]."""
+    rows = 1 << max(10, int(positions.max(initial=0)).bit_length())
+    return _turn_table(rope, rows)[:, positions]
+
+
+@lru_cache(maxsize=8)
+def _turn_table(rope: int, rows: int) -> np.ndarray[Any, Any]:
+    """All positions below `rows`, a power of two: a cosine's bits may not hang on its place in an array."""
+    angles = np.arange(rows)[:, None] * ROPE_BASE ** (-np.arange(0, rope, 2) / rope)
+    return np.stack((np.cos(angles), np.sin(angles))).astype(np.float32)
 
 
 def prefill(

@@ -5,6 +5,7 @@ They are asked of a target that has the capability `data`, whose snapshot carrie
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -29,12 +30,16 @@ KEPT_WHOLE_TOKENS: Final = 4096
 
 @dataclass(slots=True)
 class Output:
-    """What a chunk [start, end) of a request came to, [tokens, hidden]; `whole` the same of the one-piece run."""
+    """What a chunk [start, end) of a request came to, [tokens, hidden]; `whole` the same of the one-piece run.
+
+    `stored` [end, MLA layers, latent] is what its pages hold, in the order of its table, the past's too.
+    """
 
     rid: str
     prompt: Prompt
     start: int
     values: torch.Tensor
+    stored: torch.Tensor
     whole: torch.Tensor | None = None
 
 
@@ -55,24 +60,33 @@ class Judge:
         self.wrong_data = self.wrong_data or Finding(rid, f"no launch: {reason}")
 
     def look(self, output: Output) -> None:
-        """Compare a chunk's outputs, token by token."""
+        """Compare a chunk's outputs, token by token, and what its pages hold, position by position.
+
+        The outputs alone would not do: attention is a sum over a set, and whole pages of the past in another order
+        leave it as it is, until somebody shares some of them.
+        """
         exact = self._exact(output)
-        found = output.values.double().numpy()
-        scale = np.sqrt((exact * exact).mean())
-        errors = np.sqrt(((found - exact) ** 2).mean(1)) / scale
-        self.compared += len(found)
-        whole, worst = float(np.sqrt((errors**2).mean())), float(errors.max())
-        self.worst, self.worst_token = max(self.worst, whole), max(self.worst_token, worst)
-        if not (whole <= FP32_RATIO and worst <= FP32_TOKEN_RATIO):  # NaN is no number below
-            wrong = ~(errors <= FP32_TOKEN_RATIO) if not worst <= FP32_TOKEN_RATIO else errors > FP32_RATIO
-            first = int(np.argmax(wrong))
-            message = (
-                f"{output.rid}: token {output.start + first} is off by {errors[first]:.2g} of its size, "
-                f"chunk {output.start}..{output.start + len(output.values)} by {whole:.2g}"
-            )
-            self.wrong_data = self.wrong_data or Finding(output.rid, message)
+        self.compared += len(exact)
+        errors = _errors(output.values, exact)
+        self.worst = max(self.worst, float(np.sqrt((errors**2).mean())))
+        self.worst_token = max(self.worst_token, float(errors.max()))
+        self._look_at(output, "", output.start, errors)
+        latents = self.truth.latents(output.prompt)[: len(output.stored)]
+        self._look_at(output, "the latent of ", 0, _errors(output.stored.flatten(1), latents.reshape(len(latents), -1)))
         if output.whole is not None:
             self._look_bitwise(output, output.whole)
+
+    def _look_at(self, output: Output, what: str, start: int, errors: npt.NDArray[np.float64]) -> None:
+        whole, worst = float(np.sqrt((errors**2).mean())), float(errors.max())
+        if whole <= FP32_RATIO and worst <= FP32_TOKEN_RATIO:  # NaN is no number below
+            return
+        wrong = ~(errors <= FP32_TOKEN_RATIO) if not worst <= FP32_TOKEN_RATIO else errors > FP32_RATIO
+        first = int(np.argmax(wrong))
+        message = (
+            f"{output.rid}: {what}token {start + first} is off by {errors[first]:.2g} of its size, "
+            f"{what and 'those of '}{'tokens' if what else 'chunk'} {start}..{start + len(errors)} by {whole:.2g}"
+        )
+        self.wrong_data = self.wrong_data or Finding(output.rid, message)
 
     def _look_bitwise(self, output: Output, whole: torch.Tensor) -> None:
         self.bitwise += len(output.values)
@@ -90,18 +104,24 @@ class Judge:
 
     def note(self) -> str:
         """What was compared, in one line."""
-        bits = f", {self.bitwise:,} in bits with the prompt in one piece" if self.bitwise else ""
         return (
-            f"{self.compared:,} tokens computed, every one compared with float64{bits}: worst chunk {self.worst:.1e}, "
-            f"worst token {self.worst_token:.1e}"
+            f"{self.compared:,} tokens computed, every one compared with float64, {self.bitwise:,} of them bit by bit "
+            f"with the prompt in one piece: worst chunk {self.worst:.1e}, worst token {self.worst_token:.1e}"
         )
+
+
+def _errors(found: torch.Tensor, exact: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Of each row, its RMS error over the RMS of all."""
+    scale = np.sqrt((exact * exact).mean())
+    return np.asarray(np.sqrt(((found.double().numpy() - exact) ** 2).mean(1)) / scale)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSnapshot(Snapshot):
-    """A snapshot of a node that keeps data, and who judges them."""
+    """A snapshot of a node that keeps data, who judges them, and how to have him look at what is free."""
 
     judge: Judge | None = None
+    look_at_poison: Callable[[], None] | None = None
 
 
 def _judge(e: Evidence) -> Judge | None:
@@ -114,17 +134,21 @@ def data_is_right(e: Evidence, _record: RoundRecord) -> Finding | None:
     return None if judge is None else judge.wrong_data
 
 
-def poison_holds(e: Evidence, _record: RoundRecord) -> Finding | None:
+def poison_holds(e: Evidence) -> Finding | None:
     """Free pages and slots are poison to the last bit, and nothing else has a NaN."""
     judge = _judge(e)
-    return None if judge is None else judge.wrong_poison
+    if judge is None or not isinstance(e.after, DeviceSnapshot):
+        return None
+    if e.after.look_at_poison is not None:
+        e.after.look_at_poison()
+    return judge.wrong_poison
 
 
 _DATA = frozenset({"data"})
 
 DATA_INVARIANTS: tuple[Invariant, ...] = (
     Invariant("data-is-right", "a wrong page or a stale state is a wrong answer", "round", data_is_right, _DATA),
-    Invariant("poison-holds", "nobody writes what is free, nobody reads what was never written", "round", poison_holds,
+    Invariant("poison-holds", "nobody writes what is free, nobody reads what was never written", "event", poison_holds,
               _DATA),
 )  # fmt: skip
 

@@ -4,20 +4,31 @@ Per head, with the state S [V, K] and one decay a_t per key channel:
 
     S <- S diag(a_t);  S <- S + beta_t (v_t - S k_t) k_t^T;  o_t = scale S q_t
 
-q and k are L2-normalised here, beta is sigmoid of a logit, the log decay is ``lower_bound sigmoid(exp(A_log) x)`` or,
-with ``lower_bound`` None, ``-exp(A_log) softplus(x)``, where x = g + dt_bias.
+q and k are L2-normalised here, x rsqrt(sum x^2 + 1e-6) (so a vector of zeros stays one), beta is sigmoid of a logit,
+the log decay is ``lower_bound sigmoid(exp(A_log) x)`` or, with ``lower_bound`` None, ``-exp(A_log) softplus(x)``, where
+x = g + dt_bias, finite or infinite.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from types import ModuleType
 from typing import Final
 
 import torch
 
 from kvledger.kernels.launch import Backend, require_interpretable, resolve_backend, triton_module
+from kvledger.kernels.layout import (
+    mismatch,
+    output_like,
+    require_tensors,
+    same_place,
+    share_memory,
+    units_apart,
+    units_contiguous,
+)
 from kvledger.kernels.state_plan import NO_SLOT, ChunkPlan, StateSlots, plan_chunks, sequence_lengths
 from kvledger.kernels.tables import TableError
 
@@ -72,11 +83,12 @@ def kda_chunk_fwd(
     """Run KDA over the chunks of N sequences; writes `out`, states and checkpoints in place and returns `out`.
 
     q, k, g [B, T, H, K], v and out [B, T, H, V], beta logits [B, T, H]: all float32 or all bfloat16. A_log [H] and
-    dt_bias [H, K] float32. `cu_seqlens` int64 [N + 1] (or host integers) with B = 1; without it N = B. `scale` None
+    dt_bias [H, K] float32. `cu_seqlens` int32 or int64 [N + 1] (or a list) with B = 1; without it N = B. `scale` None
     means K^-0.5, `out` None a new tensor.
 
     States: either `initial_state` and `final_state` [N, H, V, K], or `state_pool` [slots, H, V, K] with `slots`, which
     also tells where in its request each sequence starts; float32 or bfloat16. Slots not named are not touched.
+    `initial_state` and `final_state` may be one tensor, updated in place; memory is not shared in any other way.
 
     Sub-chunks of 16 tokens lie at multiples of 16 of the request. With float32 states, cutting a request at such a
     multiple, renumbering slots or changing the batch's company changes no bit; neither does a checkpoint differ from
@@ -87,15 +99,16 @@ def kda_chunk_fwd(
         raise ValueError(f"lower_bound {lower_bound} outside [{LOWEST_BOUND}, 0)")
     batch, tokens, heads, k_size = q.shape
     v_size = v.shape[3]
-    if out is None:
-        out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    elif out.shape != v.shape or out.dtype != v.dtype or not out.is_contiguous():
-        raise ValueError(f"out {[*out.shape]} {out.dtype}: contiguous {[*v.shape]} {v.dtype}")
+    out = output_like(out, tuple(v.shape), v)
     lengths = sequence_lengths(batch, tokens, cu_seqlens)
     for name, states in (("initial_state", initial_state), ("final_state", final_state), ("state_pool", state_pool)):
         _check_states(name, states, None if name == "state_pool" else len(lengths), (heads, v_size, k_size), q.device)
-    slots = StateSlots.none(len(lengths)) if slots is None else slots
-    slots.check(lengths, 0 if state_pool is None else state_pool.shape[0])
+    if slots is None:
+        if state_pool is not None:
+            raise TableError("a state_pool without slots: which of its states are meant?")
+        slots = StateSlots.none(len(lengths))
+    slots.check(lengths, None if state_pool is None else state_pool.shape[0])
+    _check_memory(v.contiguous(), out, initial_state, final_state, state_pool)
     plan, source, destination = _place_states(lengths, slots, initial_state, final_state, state_pool)
     call = KdaCall(
         q=q.contiguous(),
@@ -155,8 +168,10 @@ def _check_tokens(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
     a_log: torch.Tensor, dt_bias: torch.Tensor,
 ) -> None:  # fmt: skip
-    if q.dim() != 4 or v.dim() != 4 or q.dtype not in DTYPES:
-        raise ValueError(f"q {[*q.shape]}, v {[*v.shape]} {q.dtype}: [B, T, H, K], [B, T, H, V] float32 or bfloat16")
+    require_tensors(q=q, k=k, v=v, g=g, beta=beta, A_log=a_log, dt_bias=dt_bias)
+    for name, tensor, last in (("q", q, "K"), ("v", v, "V")):
+        if tensor.dim() != 4 or q.dtype not in DTYPES:
+            raise mismatch(name, tensor, f"[B, T, H, {last}] float32 or bfloat16")
     heads, k_size = q.shape[2:]
     if 0 in (heads, k_size, v.shape[3]):
         raise ValueError(f"q {[*q.shape]}, v {[*v.shape]}: no heads or no channels")
@@ -170,9 +185,7 @@ def _check_tokens(
     }
     for name, (tensor, shape, dtype) in expected.items():
         if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype or tensor.device != q.device:
-            raise ValueError(
-                f"{name} {[*tensor.shape]} {tensor.dtype} on {tensor.device}: {[*shape]} {dtype} on {q.device}"
-            )
+            raise mismatch(name, tensor, f"{[*shape]} {dtype} on {q.device}")
 
 
 def _check_states(
@@ -180,12 +193,31 @@ def _check_states(
 ) -> None:
     if states is None:
         return
-    heads, v_size, k_size = inner
-    wanted = (states.shape[0] if rows is None else rows, *inner)
-    if states.dim() != 4 or tuple(states.shape) != wanted or states.dtype not in DTYPES or states.device != device:
-        raise ValueError(
-            f"{name} {[*states.shape]} {states.dtype} on {states.device}: {[*wanted]} [N, H, V, K], float32 or "
-            f"bfloat16, on {device}"
-        )
-    if states.stride()[1:] != (v_size * k_size, k_size, 1) or states.stride(0) < heads * v_size * k_size:
-        raise ValueError(f"{name} has strides {states.stride()}: each slot contiguous, slots apart")
+    require_tensors(**{name: states})
+    first = "slots" if rows is None else rows
+    shape_fits = states.dim() == 4 and tuple(states.shape[1:]) == inner and rows in (None, states.shape[0])
+    if not shape_fits or states.dtype not in DTYPES or states.device != device:
+        expected = f"[{first}, {', '.join(map(str, inner))}] (its dimensions: N, H, V, K) float32 or bfloat16"
+        raise mismatch(name, states, f"{expected} on {device}")
+    if not units_contiguous(states) or not units_apart(states):
+        raise mismatch(name, states, "each slot contiguous, slots apart")
+
+
+def _check_memory(
+    v: torch.Tensor,
+    out: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    final_state: torch.Tensor | None,
+    state_pool: torch.Tensor | None,
+) -> None:
+    """TableError where one program of a launch would read what another one has written."""
+    given = {"initial_state": initial_state, "final_state": final_state, "state_pool": state_pool}
+    states = {name: tensor for name, tensor in given.items() if tensor is not None}
+    for one, other in combinations(states, 2):
+        in_place = other == "final_state" and same_place(states[one], states[other])
+        if not in_place and share_memory(states[one], states[other]):
+            way = "name its slots" if other == "state_pool" else "only the very same tensor is updated in place"
+            raise TableError(f"{one} shares memory with {other}: {way}")
+    for name, tensor in {"v": v, **states}.items():
+        if share_memory(out, tensor) and not (name == "v" and same_place(out, v)):
+            raise TableError(f"out shares memory with {name}")

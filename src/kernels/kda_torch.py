@@ -15,12 +15,15 @@ depend on its place in the tensor. exp, log1p and reciprocal do.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
 from kvledger.kernels.kda import KdaCall
 from kvledger.kernels.state_plan import CHUNK, NO_SLOT, Span
+
+MAX_RATE: Final = 3e38
+"""Of a gate: an infinite one times 0 would be NaN."""
 
 
 class Terms(NamedTuple):
@@ -79,22 +82,23 @@ def chunk_terms(call: KdaCall, rows: torch.Tensor, live: torch.Tensor) -> Terms:
     beta = gather_lanes(call.beta.unsqueeze(-1), rows, live).neg_().exp_().add_(1).reciprocal_()
     beta.masked_fill_(~live[:, None, :, None], 0)
     q, k = normalise(q) * call.scale, normalise(k)
-    log_decay = gate(g + call.dt_bias[:, None, :], call.a_log.exp()[:, None, None], call.lower_bound)
-    total = log_decay.masked_fill_(~live[:, None, :, None], 0).cumsum(2)
-    decay = total.exp()
+    rate = call.a_log.exp().clamp(max=MAX_RATE)[:, None, None]
+    log_decay = gate(g + call.dt_bias[:, None, :], rate, call.lower_bound)
+    log_decay.masked_fill_(~live[:, None, :, None], 0)
+    total = log_decay.cumsum(2)
+    decay, last = total.exp(), total[:, :, -1:]
     kd, qd = k * decay, q * decay
     if call.lower_bound is None:
-        key_pairs, query_pairs = pair_products(k, k, total), pair_products(q, k, total)
+        key_pairs, query_pairs, kr = pair_products(q, k, log_decay)
     else:
         ki = k * total.neg().exp()
-        key_pairs, query_pairs = kd @ ki.mT, qd @ ki.mT
+        key_pairs, query_pairs, kr = kd @ ki.mT, qd @ ki.mT, k * (last - total).exp()
     inverse = invert(beta * key_pairs.tril(-1)) * beta.mT
-    last = total[:, :, -1:]
     return Terms(
         readers=torch.cat((inverse @ kd, qd), 2),
         values=inverse @ v,
         scores=query_pairs.tril(),
-        writers=k * (last - total).exp(),
+        writers=kr,
         decay=last.exp(),
     )
 
@@ -117,16 +121,25 @@ def gate(x: torch.Tensor, rate: torch.Tensor, lower_bound: float | None) -> torc
     return lower_bound * (-rate * x).exp().add(1).reciprocal()
 
 
-def pair_products(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """Sums over K of left_i right_j e^(G_i - G_j) for j <= i; [C, H, 16, 16], anything above the diagonal.
+def pair_products(
+    q: torch.Tensor, k: torch.Tensor, log_decay: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sums over K of k_i k_j e^(G_i - G_j) and of q_i k_j e^(G_i - G_j) for j <= i; and kr, for any log decay <= 0.
 
-    Column by column, without a factor e^-G on its own: an unbounded gate can pass e^88 inside one sub-chunk.
+    [C, H, 16, 16] each, anything above the diagonal. Column by column, without a factor e^-G on its own: an unbounded
+    gate can pass e^88 inside one sub-chunk, or be infinite. And G_i - G_j is the sum of what lies between, never a
+    difference of sums: after a token that forgets everything both are large and what they differ in is lost.
     """
-    columns = [
-        (left * (total - total[:, :, j : j + 1]).clamp(max=0).exp() * right[:, :, j : j + 1]).sum(-1)
-        for j in range(CHUNK)
-    ]
-    return torch.stack(columns, -1)
+    key_pairs, query_pairs, writers = [], [], []
+    row = torch.arange(CHUNK, device=k.device)[:, None]
+    for j in range(CHUNK):
+        key = k[:, :, j : j + 1]
+        between = log_decay.masked_fill(row <= j, 0).cumsum(2).exp()
+        decayed = key * between
+        key_pairs.append((k * decayed).sum(-1))
+        query_pairs.append((q * decayed).sum(-1))
+        writers.append(decayed[:, :, -1])
+    return torch.stack(key_pairs, -1), torch.stack(query_pairs, -1), torch.stack(writers, 2)
 
 
 def invert(lower: torch.Tensor) -> torch.Tensor:

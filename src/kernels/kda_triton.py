@@ -32,7 +32,8 @@ def pair_products(
 ):  # fmt: skip
     """Sums over K of k_i k_j e^(G_i - G_j) and of q_i k_j e^(G_i - G_j), q and k as they are in memory.
 
-    No factor e^-G on its own: an unbounded gate can pass e^88 inside one chunk.
+    No factor e^-G on its own: an unbounded gate can pass e^88 inside one chunk, or be infinite. G_i - G_j is the sum of
+    what lies between, never a difference of sums: after a token that forgets everything its digits would be lost.
     """
     rows = tl.arange(0, CHUNK)
     kk = tl.zeros([CHUNK, CHUNK], tl.float32)
@@ -47,8 +48,10 @@ def pair_products(
         bias = tl.load(dt_bias + head * K + cols, mask=cols < K, other=0.0)[None, :]
         drive = raw + bias
         log_decay = -rate * (tl.maximum(drive, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(drive))))
-        total = tl.cumsum(tl.where(mask, log_decay, 0.0), 0)
-        decayed = key[None, :, :] * tl.exp(tl.minimum(total[:, None, :] - total[None, :, :], 0.0))
+        log_decay = tl.where(mask, log_decay, 0.0)
+        later = (rows[:, None] > rows[None, :])[:, :, None]
+        between = tl.cumsum(tl.where(later, log_decay[:, None, :], 0.0), 0)
+        decayed = key[None, :, :] * tl.exp(between)
         kk += tl.sum(key[:, None, :] * decayed, 2)
         qk += tl.sum(query[:, None, :] * decayed, 2)
     return kk, qk
@@ -71,7 +74,7 @@ def terms_kernel(
     mask = live[:, None] & (cols < K)[None, :]
     corner = base * (H * K) + head * K  # int64; offsets inside a tile stay int32
     offset = rows[:, None] * (H * K) + cols[None, :]
-    rate = tl.exp(tl.load(a_log + head))
+    rate = tl.minimum(tl.exp(tl.load(a_log + head)), 3e38)  # kda_torch.MAX_RATE
     bias = tl.load(dt_bias + head * K + cols, mask=cols < K, other=0.0)[None, :]
     raw = tl.load(g + corner + offset, mask=mask, other=0.0).to(tl.float32)
     drive = raw + bias
@@ -100,7 +103,12 @@ def terms_kernel(
         kk, qk = pair_products(q, k, g, dt_bias, corner, head, live, rate, H, K, BK, BJ, CHUNK)
         kk = kk * key_norm[:, None] * key_norm[None, :]
         qk = qk * query_norm[:, None] * key_norm[None, :]
-        kr = key * tl.exp(last[None, :] - total)
+        # the sum of what comes later, not a difference (see pair_products): gates of the rows one further down
+        later = (rows + 1 >= low) & (rows + 1 < high)
+        after = later[:, None] & (cols < K)[None, :]
+        drive = tl.load(g + corner + H * K + offset, mask=after, other=0.0).to(tl.float32) + bias
+        log_decay = -rate * (tl.maximum(drive, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(drive))))
+        kr = key * tl.exp(tl.cumsum(tl.where(after, log_decay, 0.0), 0, reverse=True))
 
     strength = tl.load(beta + (base * H + head) + rows * H, mask=live, other=0.0).to(tl.float32)
     strength = tl.where(live, 1.0 / (1.0 + tl.exp(-strength)), 0.0)

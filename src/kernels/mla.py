@@ -15,6 +15,7 @@ import torch
 
 from kvledger.kernels import mla_torch
 from kvledger.kernels.launch import Backend, require_interpretable, resolve_backend, triton_module
+from kvledger.kernels.layout import mismatch, output_like, require_tensors, share_memory, units_apart, units_contiguous
 from kvledger.kernels.tables import Ints, PrefillPlan, SlotMap, TableError, plan_slots, plan_tables
 
 DTYPES: Final = (torch.float32, torch.bfloat16)
@@ -30,18 +31,20 @@ def latent_store(
 ) -> None:
     """Write ``latents`` [T, width] into ``pages`` in place, bit for bit; token t goes to slot ``slot_map[t]``.
 
-    A slot is ``page * page_size + offset``. ``slot_map`` [T] int32 or int64 on the host, or ``plan_slots`` of it (one
-    plan serves all layers). Refused: a slot outside the pool, a slot twice.
+    A slot is ``page * page_size + offset``. ``slot_map`` [T] integers on the host, or ``plan_slots`` of it (one plan
+    serves all layers). Refused: a slot outside the pool (-1 too: every latent has a place), a slot twice, latents that
+    lie in the pool.
     """
+    require_tensors(latents=latents)
     _check_pool(pages)
     plan = slot_map if isinstance(slot_map, SlotMap) else plan_slots(slot_map, pages)
     if (plan.num_pages, plan.page_size) != tuple(pages.shape[:2]):
         raise TableError(f"slots planned for {plan.num_pages} x {plan.page_size}, the pool is {list(pages.shape[:2])}")
     expected = (len(plan.slots), pages.shape[2])
     if tuple(latents.shape) != expected or latents.dtype != pages.dtype or latents.device != pages.device:
-        raise ValueError(
-            f"latents {list(latents.shape)} {latents.dtype}: {list(expected)} {pages.dtype} on the pool's device"
-        )
+        raise mismatch("latents", latents, f"{list(expected)} {pages.dtype} on {pages.device}")
+    if share_memory(latents.contiguous(), pages):
+        raise TableError("latents share memory with pages: a latent could be overwritten before it is read")
     chosen = resolve_backend(backend, pages.device)
     if chosen == "torch":
         mla_torch.store(latents, pages, plan)
@@ -69,8 +72,8 @@ def plan_prefill(
         block = TORCH_BLOCKS
     elif block is None:
         block = triton_module("mla_triton", chosen).prefill_blocks(pages.dtype, interpret=chosen == "interpret")
-    if any(size < 16 or size & (size - 1) for size in block):
-        raise ValueError(f"block {block}: powers of two from 16 up")
+    if len(block) != 2 or any(type(size) is not int or size < 16 or size & (size - 1) for size in block):
+        raise ValueError(f"block: got {block}, expected two powers of two from 16 up")
     return plan_tables(pages, page_table, cu_seqlens, starts, chosen, block)
 
 
@@ -103,10 +106,10 @@ def mla_prefill(
     if (plan.num_pages, plan.page_size) != tuple(pages.shape[:2]):
         raise TableError(f"tables planned for {plan.num_pages} x {plan.page_size}, the pool is {list(pages.shape[:2])}")
     _check_query(q, pages, plan, rank)
-    if out is None:
-        out = torch.empty(*q.shape[:2], rank, dtype=q.dtype, device=q.device)
-    elif tuple(out.shape) != (*q.shape[:2], rank) or out.dtype != q.dtype or not out.is_contiguous():
-        raise ValueError(f"out {list(out.shape)} {out.dtype}: contiguous {[*q.shape[:2], rank]} {q.dtype}")
+    out = output_like(out, (*q.shape[:2], rank), q)
+    for name, tensor in (("q", q.contiguous()), ("pages", pages)):
+        if share_memory(out, tensor):
+            raise TableError(f"out shares memory with {name}")
     if backend not in (None, plan.backend):
         raise ValueError(f"planned for backend {plan.backend!r}, asked to run on {backend!r}")
     chosen = resolve_backend(plan.backend, pages.device)
@@ -120,22 +123,19 @@ def mla_prefill(
 
 
 def _check_pool(pages: torch.Tensor) -> None:
-    if pages.dim() != 3 or pages.dtype not in DTYPES:
-        raise ValueError(f"pages {list(pages.shape)} {pages.dtype}: [num_pages, page_size, width], float32 or bfloat16")
-    width = pages.shape[2]
-    if (
-        pages.stride(2) != 1
-        or pages.stride(1) != width
-        or pages.stride(0) % width
-        or pages.stride(0) < pages[0].numel()
-    ):
-        raise ValueError(f"pages have strides {pages.stride()}: each page contiguous, whole rows between pages")
+    require_tensors(pages=pages)
+    if pages.dim() != 3 or pages.dtype not in DTYPES or 0 in pages.shape[1:]:
+        raise mismatch("pages", pages, "[num_pages, page_size, width] float32 or bfloat16")
+    whole_rows = len(pages) <= 1 or pages.stride(0) % pages.shape[2] == 0
+    if not units_contiguous(pages) or not units_apart(pages) or not whole_rows:
+        raise mismatch("pages", pages, "each page contiguous, whole rows between pages")
 
 
 def _check_query(q: torch.Tensor, pages: torch.Tensor, plan: PrefillPlan, rank: int) -> None:
+    require_tensors(q=q)
     if q.dim() != 3 or q.dtype != pages.dtype or q.device != pages.device:
-        raise ValueError(f"q {list(q.shape)} {q.dtype}: [T, H, width] {pages.dtype} on the pool's device")
+        raise mismatch("q", q, f"[T, H, width] {pages.dtype} on {pages.device}")
     if q.shape[0] != plan.tokens or q.shape[1] < 1 or q.shape[2] != pages.shape[2]:
-        raise ValueError(f"q {list(q.shape)}: [{plan.tokens}, H, {pages.shape[2]}], one row per planned token")
+        raise mismatch("q", q, f"[{plan.tokens}, H, {pages.shape[2]}], one row per planned token")
     if not 0 < rank < pages.shape[2]:
         raise ValueError(f"rank {rank}: some of the latent's {pages.shape[2]} numbers, and not all (the rope part)")

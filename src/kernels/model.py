@@ -6,6 +6,10 @@ no state, so nothing in a pool depends on them). With h the RMS-normalised input
     KDA   q, k, v = conv(h W_qkv), g = h W_g, beta = h W_beta + 2;  x <- x + kda(q, k, v, g, beta) W_out
     MLA   latent c = h W_latent, stored in a page;  q = h W_query;  x <- x + attention(q, c) W_out
 
+The last `rope` numbers of each latent and of each head's query are rotated by the token's absolute position: pair n,
+numbers 2n and 2n + 1, by `position * ROPE_BASE ** (-2n / rope)`. (Kimi-Linear rotates nothing; here a token that is
+taken for another position's is to show in every layer.)
+
 The output of a token is its last x, normalised. A token's input is a function of its identity, (segment, position).
 Gates are slow on purpose (`dt_bias` around -6): what happened at the start of a prompt is still seen at its end.
 """
@@ -28,6 +32,7 @@ LayerKind = Literal["kda", "mla"]
 BETA_SHIFT: Final = 2.0
 NORM_EPSILON: Final = 1e-6
 CONV_WIDTH: Final = 4
+ROPE_BASE: Final = 10_000.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,10 @@ class ModelSpec:
     kda_layers: int
     mla_layers: int
     lower_bound: float = -5.0
+
+    def __post_init__(self) -> None:
+        if self.rope < 2 or self.rope % 2:
+            raise ValueError(f"model {self.name}: got rope {self.rope}, expected pairs of numbers to rotate")
 
     @property
     def layers(self) -> tuple[LayerKind, ...]:

@@ -7,12 +7,13 @@ units are contiguous; units may lie further apart than their size (a layer's sli
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 from kvledger.kernels.canary import POISON, CanaryFault, canary_check, canary_fill
 from kvledger.kernels.launch import Backend, compiled_reach, resolve_backend, triton_module
+from kvledger.kernels.layout import mismatch, require_tensors, share_memory, units_apart
 from kvledger.kernels.tables import Ints, TableError, check_units, upload
 from kvledger.kernels.words import as_words
 
@@ -50,8 +51,12 @@ def page_copy(
     Lists on the host. Refused: different lengths, a number outside its pool, a destination twice, and, within one pool,
     a page that is both source and destination (the outcome would hang on the order). On CUDA the copy runs on the
     current stream and the host does not wait, if the host pool is pinned: leave both pools alone until the ticket is
-    done. ``engine``: one kernel for the whole list, or a memcpy per run of neighbours (the way for unpinned memory).
+    done. ``engine``: "kernel", one for the whole list, or "runs", a memcpy per run of neighbours (the way for unpinned
+    memory); None takes the kernel where it can reach both pools.
     """
+    require_tensors(src_pool=src_pool, dst_pool=dst_pool)
+    if engine not in (None, *get_args(Engine)):
+        raise ValueError(f"engine: got {engine!r}, expected {' or '.join(map(repr, get_args(Engine)))}")
     if src_pool.dtype != dst_pool.dtype or src_pool.shape[1:] != dst_pool.shape[1:]:
         raise ValueError(
             f"pages of {src_pool.dtype} {list(src_pool.shape[1:])} to {dst_pool.dtype} {list(dst_pool.shape[1:])}"
@@ -64,6 +69,8 @@ def page_copy(
     device = dst_pool.device if src_pool.device.type == "cpu" else src_pool.device
     chosen = resolve_backend(backend, device)
     src, dst = _same_words(src_pool, dst_pool)
+    if not units_apart(dst_pool):
+        raise mismatch("dst_pool", dst_pool, "units that lie apart")
     if (engine or _engine(chosen, src_pool, dst_pool)) == "runs":
         _copy_runs(src, dst, sources.tolist(), targets.tolist())
     elif chosen == "torch":
@@ -113,12 +120,5 @@ def _refuse_overlap(src: torch.Tensor, dst: torch.Tensor, sources: torch.Tensor,
         if both:
             raise TableError(f"page {min(both)} is both copied and overwritten")
         return
-    pitch, unit = src.stride(0) * src.element_size(), src[0].numel() * src.element_size()
-    low, other_low = src.data_ptr(), dst.data_ptr()
-    high, other_high = (
-        pool.data_ptr() + (len(pool) - 1) * pool.stride(0) * pool.element_size() + unit for pool in (src, dst)
-    )
-    # Two layers of one page-major pool lie between each other's pages without touching.
-    interleaved = same_pitch and unit <= (other_low - low) % pitch <= pitch - unit
-    if low < other_high and other_low < high and not interleaved:
+    if share_memory(src, dst):
         raise TableError("the two pools overlap in memory")

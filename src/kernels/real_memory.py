@@ -24,6 +24,7 @@ class Counts:
     nodes: int = 0
     rounds: int = 0
     tokens: int = 0
+    bitwise: int = 0
     requests: int = 0
     hits: int = 0
     restored_from_host: int = 0
@@ -34,8 +35,9 @@ class Counts:
         share = self.hits / self.requests if self.requests else 0.0
         from_host = f"{self.restored_from_host:,} up from the host"
         return (
-            f"{self.nodes:,} nodes, {self.rounds:,} rounds, {self.tokens:,} tokens computed, {self.requests:,} "
-            f"requests admitted, {self.hits:,} of them ({share:.0%}) from a snapshot ({from_host}); "
+            f"{self.nodes:,} nodes, {self.rounds:,} rounds, {self.tokens:,} tokens computed, every one compared with "
+            f"float64, {self.bitwise:,} of them bit by bit with the prompt in one piece; {self.requests:,} requests "
+            f"admitted, {self.hits:,} of them ({share:.0%}) from a snapshot ({from_host}); "
             f"pages: {self.written_back_pages:,} written back, {self.loaded_back_pages:,} loaded back"
         )
 
@@ -76,7 +78,7 @@ class RealPages(PagePool):
 class DeviceSlots(StateSlots):
     """The ledger's state slots over a real pool; host pages get their numbers here, from the ledger's allocator."""
 
-    def __init__(self, host: Host, limit: int, page_size: int, grid_tokens: int) -> None:
+    def __init__(self, host: Host, limit: int | None, page_size: int, grid_tokens: int) -> None:
         super().__init__(limit, page_size, grid_tokens)
         self._node = host
         self._device = host.device
@@ -156,6 +158,17 @@ class DeviceSlots(StateSlots):
         slots = list(slots)
         super()._free(slots)
         self._device.poison_slots(slots)
+
+    def _take(self, own: dict[int, int]) -> int | None:
+        slot = super()._take(own)
+        if slot is not None:
+            self._device.grow_slots(slot + 1)
+        return slot
+
+    def free_host_places(self) -> list[int]:
+        """Places on the host that no page has; all of them poison."""
+        unused = self._host_numbers.never_used()
+        return [*self._host_numbers.released(), *range(unused.start, len(self._device.host.rows))]
 
     def free_numbers(self) -> list[int]:
         """Slots that nobody owns; all of them poison."""

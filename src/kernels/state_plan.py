@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-from kvledger.kernels.tables import TableError, upload
+from kvledger.kernels.tables import TableError, host_ints, upload, whole_numbers
 
 CHUNK = 16
 """Tokens of a sub-chunk. Sub-chunks lie at multiples of 16 from the request's first token, not from the call's."""
@@ -34,7 +34,8 @@ class StateSlots:
 
     `starts` is the request's position of the call's first token; `checkpoints` holds one slot for each position of
     `grid_points`, in order, or is empty to keep none at all. A sequence's source may be its own destination; no other
-    slot that is read or written may occur twice among those written.
+    slot that is read or written may occur twice among those written: a checkpoint's slot is neither the source nor the
+    destination. `NO_SLOT` keeps no checkpoint at its position.
     """
 
     sources: Sequence[int]
@@ -45,16 +46,22 @@ class StateSlots:
 
     def __post_init__(self) -> None:
         for name in ("sources", "destinations", "starts"):
-            object.__setattr__(self, name, tuple(map(int, getattr(self, name))))
-        object.__setattr__(self, "checkpoints", tuple(tuple(map(int, row)) for row in self.checkpoints))
+            object.__setattr__(self, name, whole_numbers(name, getattr(self, name)))
+        if not all(isinstance(row, Iterable) for row in self.checkpoints):
+            raise TableError("checkpoints: got slots, expected a list of slots for each sequence")
+        rows = tuple(whole_numbers(f"checkpoints[{n}]", row) for n, row in enumerate(self.checkpoints))
+        object.__setattr__(self, "checkpoints", rows)
 
     @classmethod
     def none(cls, sequences: int) -> StateSlots:
         """Fresh requests whose states nobody keeps."""
         return cls((NO_SLOT,) * sequences, (NO_SLOT,) * sequences, (0,) * sequences)
 
-    def check(self, lengths: Sequence[int], pool_slots: int) -> None:
-        """TableError unless every slot is in the pool and no program of a launch reads what another one writes."""
+    def check(self, lengths: Sequence[int], pool_slots: int | None) -> None:
+        """TableError unless every slot is in the pool and no program of a launch reads what another one writes.
+
+        `pool_slots` None: there is no pool, and no slot may be named.
+        """
         count = len(lengths)
         for name in ("sources", "destinations", "starts"):
             if len(getattr(self, name)) != count:
@@ -74,24 +81,27 @@ class StateSlots:
                 )
         self._check_aliases(pool_slots)
 
-    def _check_aliases(self, pool_slots: int) -> None:
-        writers: dict[int, int] = {}
+    def _check_aliases(self, pool_slots: int | None) -> None:
+        writers: dict[int, str] = {}
         rows = self.checkpoints or ((),) * len(self.sources)
         for index, (destination, row) in enumerate(zip(self.destinations, rows, strict=True)):
-            for slot in (*row, destination):
+            for number, slot in enumerate((*row, destination)):
                 _check_range(slot, pool_slots)
+                writer = f"{f'checkpoint {number}' if number < len(row) else 'the destination'} of sequence {index}"
                 if slot in writers:
-                    raise TableError(f"slot {slot} is written twice: by sequences {writers[slot]} and {index}")
+                    raise TableError(f"slot {slot} is written twice: as {writers[slot]} and as {writer}")
                 if slot != NO_SLOT:
-                    writers[slot] = index
+                    writers[slot] = writer
         for index, slot in enumerate(self.sources):
             _check_range(slot, pool_slots)
             if slot in writers and slot != self.destinations[index]:
-                raise TableError(f"slot {slot} is the source of sequence {index} and written by {writers[slot]}")
+                raise TableError(f"slot {slot} is the source of sequence {index} and written as {writers[slot]}")
 
 
-def _check_range(slot: int, pool_slots: int) -> None:
-    if not NO_SLOT <= slot < pool_slots:
+def _check_range(slot: int, pool_slots: int | None) -> None:
+    if pool_slots is None and slot != NO_SLOT:
+        raise TableError(f"slot {slot} is named, but no pool is given")
+    if pool_slots is not None and not NO_SLOT <= slot < pool_slots:
         raise TableError(f"state slot {slot} outside [{NO_SLOT}, {pool_slots})")
 
 
@@ -193,14 +203,15 @@ def sequence_lengths(
         lengths = (tokens,) * batch
     else:
         if isinstance(cu_seqlens, torch.Tensor):
-            if cu_seqlens.dtype != torch.int64 or cu_seqlens.dim() != 1:
-                raise TableError(f"cu_seqlens must be int64 [N + 1], not {cu_seqlens.dtype} {[*cu_seqlens.shape]}")
-            cu_seqlens = cu_seqlens.tolist()
+            if cu_seqlens.dim() != 1:
+                raise TableError(f"cu_seqlens: got {[*cu_seqlens.shape]}, expected [N + 1]")
+            cu_seqlens = cu_seqlens.cpu()
+        bounds = host_ints("cu_seqlens", cu_seqlens).tolist()
         if batch != 1:
             raise TableError(f"cu_seqlens needs a batch of 1, not {batch}")
-        if not cu_seqlens or cu_seqlens[0] != 0 or cu_seqlens[-1] != tokens:
-            raise TableError(f"cu_seqlens must run from 0 to {tokens}, not {[*cu_seqlens[:1], *cu_seqlens[-1:]]}")
-        lengths = tuple(int(end) - int(begin) for begin, end in pairwise(cu_seqlens))
+        if not bounds or bounds[0] != 0 or bounds[-1] != tokens:
+            raise TableError(f"cu_seqlens must run from 0 to {tokens}, not {[*bounds[:1], *bounds[-1:]]}")
+        lengths = tuple(end - begin for begin, end in pairwise(bounds))
         if min(lengths, default=0) < 0:
             raise TableError("cu_seqlens decreases")
     if state_rows is not None and state_rows != len(lengths):

@@ -6,9 +6,11 @@ memory. So kernels take no tables, only these plans, and a plan can only be made
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import index
+from typing import Any
 
 import torch
 
@@ -70,9 +72,20 @@ def host_ints(name: str, values: Ints) -> torch.Tensor:
         if values.device.type != "cpu":
             raise TableError(f"{name} is on {values.device}: pass the host's copy, it is checked before each launch")
         if values.dtype not in (torch.int32, torch.int64):
-            raise TableError(f"{name} is {values.dtype}: int32 or int64")
+            raise TableError(f"{name}: got {values.dtype}, expected int32 or int64")
         return values.to(torch.int64)
-    return torch.tensor(list(values), dtype=torch.int64)
+    return torch.tensor(whole_numbers(name, values), dtype=torch.int64)
+
+
+def whole_numbers(name: str, values: Any) -> tuple[int, ...]:
+    """Return `values` as Python integers; TableError for what is no integer: 1.7 is not slot 1."""
+    try:
+        return tuple(map(index, values))
+    except TypeError:
+        got = type(values).__name__
+        if isinstance(values, Iterable):
+            got = f"a list of {', '.join(sorted({type(value).__name__ for value in values}))}"
+        raise TableError(f"{name}: got {got}, expected integers") from None
 
 
 def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -97,7 +110,10 @@ def check_units(name: str, units: Ints, count: int, *, distinct: bool) -> torch.
 
 
 def plan_slots(slot_map: Ints, pages: torch.Tensor) -> SlotMap:
-    """Check a slot map, [T] int32 or int64 on the host, against a pool [num_pages, page_size, width]."""
+    """Check a slot map, [T] integers on the host, against a pool [num_pages, page_size, width].
+
+    Refused: a slot outside the pool, a slot twice, and -1 too: every token's latent has a place.
+    """
     num_pages, page_size, _ = pages.shape
     slots = check_units("slot_map", slot_map, num_pages * page_size, distinct=True)
     return SlotMap(upload(slots, pages.device), num_pages, page_size)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvledger.kernels.model import BETA_SHIFT, NORM_EPSILON, Layer, ModelSpec, embed, weights
+from kvledger.kernels.model import BETA_SHIFT, NORM_EPSILON, ROPE_BASE, Layer, ModelSpec, embed, weights
 from kvledger.request import Prompt
 
 Array = npt.NDArray[np.float64]
@@ -22,55 +22,71 @@ KEPT_TOKENS = 1 << 18
 ROWS_AT_A_TIME = 128
 
 
+class Whole(NamedTuple):
+    """Of a whole prompt: a row for each of its tokens, [tokens, hidden], and latents [tokens, MLA layers, latent]."""
+
+    tokens: Array
+    latents: Array
+
+
 class Truth:
     """Reference outputs of a model, kept by prompt: a prompt that another one begins with costs nothing more."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
-        self._kept: OrderedDict[tuple[Any, ...], Array] = OrderedDict()
-        self._trunks: dict[tuple[Any, ...], Array] = {}
+        self._kept: OrderedDict[tuple[Any, ...], Whole] = OrderedDict()
+        self._trunks: dict[tuple[Any, ...], Whole] = {}
 
     def outputs(self, prompt: Prompt) -> Array:
         """Outputs of every token, [tokens, hidden]. Attention makes this quadratic: see `at` for long prompts."""
-        key = prompt.segments
-        for kept in self._prefix_keys(prompt):
-            outputs = self._kept.get(kept)
-            if outputs is not None and len(outputs) >= prompt.tokens:
-                self._kept.move_to_end(kept)
-                return outputs[: prompt.tokens]
-        found = self._compute(prompt, np.arange(prompt.tokens))
-        self._kept[_open_key(prompt)] = found
-        self._kept[key] = found
-        while sum(map(len, self._kept.values())) > KEPT_TOKENS and len(self._kept) > 1:
-            self._kept.popitem(last=False)
-        return found
+        kept = self._find(prompt)
+        if kept is None:
+            x, latents = self._before_last(prompt)
+            kept = Whole(self._last(x, latents, np.arange(prompt.tokens)), latents)
+            self._kept[_open_key(prompt)] = self._kept[prompt.segments] = kept
+            while sum(len(whole.tokens) for whole in self._kept.values()) > KEPT_TOKENS and len(self._kept) > 1:
+                self._kept.popitem(last=False)
+        return kept.tokens[: prompt.tokens]
+
+    def latents(self, prompt: Prompt) -> Array:
+        """What each MLA layer stores of every token, [tokens, MLA layers, latent]."""
+        whole = self._find(prompt) or self._before_last(prompt)
+        return whole.latents[: prompt.tokens]
 
     def at(self, prompt: Prompt, positions: Sequence[int] | range) -> Array:
         """Outputs of the tokens at `positions` only, [len(positions), hidden]; all of them get their KDA states."""
-        return self._compute(prompt, np.asarray(positions))
+        return self._last(*self._before_last(prompt), np.asarray(positions))
 
-    def _prefix_keys(self, prompt: Prompt) -> tuple[tuple[Any, ...], ...]:
-        return prompt.segments, _open_key(prompt)
+    def _find(self, prompt: Prompt) -> Whole | None:
+        for key in (prompt.segments, _open_key(prompt)):
+            whole = self._kept.get(key)
+            if whole is not None and len(whole.tokens) >= prompt.tokens:
+                self._kept.move_to_end(key)
+                return whole
+        return None
 
-    def _compute(self, prompt: Prompt, wanted: npt.NDArray[np.int64]) -> Array:
-        x = self._before_last(prompt)
-        return _normalised(x[wanted] + _mla_layer(self.spec, weights(self.spec)[-1], _normalised(x), wanted))
+    def _last(self, x: Array, latents: Array, wanted: npt.NDArray[np.int64]) -> Array:
+        layer = weights(self.spec)[-1]
+        return _normalised(x[wanted] + _mla_layer(self.spec, layer, _normalised(x), latents[:, -1], wanted))
 
-    def _before_last(self, prompt: Prompt) -> Array:
+    def _before_last(self, prompt: Prompt) -> Whole:
         """What enters the last layer, one of attention: only that one can be computed for some tokens alone."""
         if prompt.segments in self._trunks:
             return self._trunks[prompt.segments]
-        x = embed(prompt, 0, prompt.tokens, self.spec.hidden).astype(np.float64)
-        for layer in weights(self.spec)[:-1]:
+        spec, stored = self.spec, []
+        x = embed(prompt, 0, prompt.tokens, spec.hidden).astype(np.float64)
+        everybody = np.arange(prompt.tokens)
+        for number, layer in enumerate(weights(spec), 1):
             h = _normalised(x)
-            x = x + (
-                _kda_layer(self.spec, layer, h)
-                if layer.kind == "kda"
-                else _mla_layer(self.spec, layer, h, np.arange(prompt.tokens))
-            )
+            if layer.kind == "kda":
+                x = x + _kda_layer(spec, layer, h)
+                continue
+            stored.append(_latents(spec, layer, h))
+            if number < len(spec.layers):
+                x = x + _mla_layer(spec, layer, h, stored[-1], everybody)
         self._trunks.clear()
-        self._trunks[prompt.segments] = x
-        return x
+        self._trunks[prompt.segments] = Whole(x, np.stack(stored, 1))
+        return self._trunks[prompt.segments]
 
 
 def _open_key(prompt: Prompt) -> tuple[Any, ...]:
@@ -124,11 +140,15 @@ def _recurrence(q: Array, k: Array, v: Array, decay: Array, strength: Array) -> 
     return outputs
 
 
-def _mla_layer(spec: ModelSpec, layer: Layer, h: Array, rows: npt.NDArray[np.int64]) -> Array:
+def _latents(spec: ModelSpec, layer: Layer, h: Array) -> Array:
+    inner = layer.inner[:, : spec.latent].astype(np.float64)
+    return _turned(spec, (h @ inner)[:, None], np.arange(len(h)))[:, 0]
+
+
+def _mla_layer(spec: ModelSpec, layer: Layer, h: Array, latents: Array, rows: npt.NDArray[np.int64]) -> Array:
     """Attention of the tokens at `rows` over all up to themselves; the value is the latent's first `rank` numbers."""
-    inner = layer.inner.astype(np.float64)
-    latents = h @ inner[:, : spec.latent]
-    queries = (h[rows] @ inner[:, spec.latent :]).reshape(len(rows), spec.heads, spec.latent)
+    inner = layer.inner[:, spec.latent :].astype(np.float64)
+    queries = _turned(spec, (h[rows] @ inner).reshape(len(rows), spec.heads, spec.latent), rows)
     mixed = np.empty((len(rows), spec.heads, spec.rank))
     for first in range(0, len(rows), ROWS_AT_A_TIME):
         some = slice(first, first + ROWS_AT_A_TIME)
@@ -141,3 +161,11 @@ def _mla_layer(spec: ModelSpec, layer: Layer, h: Array, rows: npt.NDArray[np.int
             np.exp(scores, out=scores)
             mixed[some, head] = scores @ latents[:seen, : spec.rank] / scores.sum(1, keepdims=True)
     return np.asarray(mixed.reshape(len(rows), -1) @ layer.out.astype(np.float64))
+
+
+def _turned(spec: ModelSpec, x: Array, positions: npt.NDArray[np.int64]) -> Array:
+    """x [T, heads, latent], its rope part read as complex numbers and turned by each token's angles."""
+    speeds = ROPE_BASE ** (-np.arange(0, spec.rope, 2) / spec.rope)
+    turns = np.exp(1j * positions[:, None] * speeds)[:, None]
+    rope = np.ascontiguousarray(x[..., spec.rank :]).view(np.complex128) * turns
+    return np.concatenate([x[..., : spec.rank], rope.view(np.float64)], axis=-1)

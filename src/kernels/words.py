@@ -6,6 +6,8 @@ from typing import Final
 
 import torch
 
+from kvledger.kernels.layout import mismatch, units_contiguous
+
 INTEGER: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -19,10 +21,10 @@ def as_words(pool: torch.Tensor, *, widest: int = 4) -> torch.Tensor:
 
     Words are as wide as the unit's size, the distance between units and the pool's start in its storage allow.
     """
-    if pool.dim() < 2 or (len(pool) and not pool[0].is_contiguous()):
-        raise ValueError(f"a pool of shape {list(pool.shape)}, strides {pool.stride()}: [units, ...], each contiguous")
-    words = element_words(pool.flatten(1))
-    size = pool.element_size()
+    if pool.dim() < 2 or not units_contiguous(pool) or pool.is_conj() or pool.is_neg():
+        raise mismatch("a pool", pool, "[units, ...], each contiguous and as it lies in memory")
+    size = min(pool.element_size(), 8)  # complex128 is two words
+    words = pool.flatten(1).view(INTEGER[size])
     distances = (words.shape[1] * size, words.stride(0) * size, words.storage_offset() * size)
     for wide in (4, 2):
         if size < wide <= widest and all(distance % wide == 0 for distance in distances):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,12 +17,13 @@ from unittest.mock import patch
 
 import torch
 
+from kvledger.kernels import device_node
 from kvledger.kernels.device_node import DeviceNode, device_target
 from kvledger.kernels.device_pool import DevicePool
 from kvledger.kernels.executor import Executor, Work
 from kvledger.kernels.real_memory import DeviceSlots, RealPages
 from kvledger.pool import PagePool
-from kvledger.request import CachedPage
+from kvledger.request import CachedPage, Prompt
 from kvledger.rules import PRESETS
 from kvledger.testing.driver import example
 from kvledger.testing.reached import SearchMonitor
@@ -115,13 +116,42 @@ def checkpoint_never_written() -> Iterator[None]:
 
 @contextmanager
 def load_back_of_the_wrong_page() -> Iterator[None]:
-    """Pages come up in the opposite order."""
+    """Each page but the first gets what belongs in the one before it."""
+    whole = DevicePool.load_back
+
+    def load_back(self: DevicePool, host_pages: Sequence[int], pages: Sequence[int]) -> None:
+        whole(self, [*host_pages[:1], *host_pages[:-1]], pages)
+
+    with patch.object(DevicePool, "load_back", load_back):
+        yield
+
+
+@contextmanager
+def load_back_in_the_wrong_order() -> Iterator[None]:
+    """Pages come up in the opposite order: all are there, and attention over them is what it was."""
     whole = DevicePool.load_back
 
     def load_back(self: DevicePool, host_pages: Sequence[int], pages: Sequence[int]) -> None:
         whole(self, host_pages[::-1], pages)
 
     with patch.object(DevicePool, "load_back", load_back):
+        yield
+
+
+@contextmanager
+def past_in_the_wrong_order() -> Iterator[None]:
+    """The pages that a chunk finds full stand in its table in the opposite order."""
+    whole = DeviceNode._compute
+
+    def compute(self: DeviceNode, adder: Any) -> None:
+        def work(rid: str, prompt: Prompt, start: int, end: int, pages: Sequence[int], *rest: Any) -> Work:
+            full = start // self.page_size
+            return Work(rid, prompt, start, end, [*pages[:full][::-1], *pages[full:]], *rest)
+
+        with patch.object(device_node, "Work", work):
+            whole(self, adder)
+
+    with patch.object(DeviceNode, "_compute", compute):
         yield
 
 
@@ -196,6 +226,8 @@ FAULTS: dict[str, Callable[[], Any]] = {
         checkpoint_two_tokens_late,
         checkpoint_never_written,
         load_back_of_the_wrong_page,
+        load_back_in_the_wrong_order,
+        past_in_the_wrong_order,
         restore_without_its_window,
         stale_live_state,
         state_left_on_the_host,
@@ -204,11 +236,18 @@ FAULTS: dict[str, Callable[[], Any]] = {
 }
 
 
-def hunt(fault: Callable[[], Any], *, check_tables: bool, seed: int = 0) -> tuple[int, tuple[str, ...]]:
+def without_bits() -> Any:
+    """Nothing is compared with the prompt in one piece, as on a GPU and of long prompts: float64 is alone."""
+    return patch.object(DeviceNode, "_one_piece", lambda _self, _work: None)
+
+
+def hunt(
+    fault: Callable[[], Any], *, check_tables: bool, bits: bool = True, seed: int = 0
+) -> tuple[int, tuple[str, ...]]:
     """Examples until an invariant broke, and all that broke in that one; (MAX_EXAMPLES, ()) if none did."""
     target = device_target("cpu", check_tables=check_tables)
     rng = random.Random(seed)
-    with fault():
+    with fault(), nullcontext() if bits else without_bits():
         for number in range(1, MAX_EXAMPLES + 1):
             monitor = SearchMonitor()
             watch = partial(_given, monitor)
@@ -226,13 +265,19 @@ def _given(monitor: SearchMonitor) -> SearchMonitor:
     return monitor
 
 
+WATCHES: dict[str, dict[str, bool]] = {
+    "tables checked": {"check_tables": True},
+    "tables taken as they are": {"check_tables": False},
+    "tables taken, float64 alone": {"check_tables": False, "bits": False},
+}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     for name, fault in FAULTS.items():
-        for check_tables in (True, False):
-            examples, broken = hunt(fault, check_tables=check_tables)
-            print(f"{name:30} tables {'checked' if check_tables else 'taken as they are':18} "
-                  f"example {examples:3}: {', '.join(broken) or 'SURVIVED'}", flush=True)  # fmt: skip
+        for words, options in WATCHES.items():
+            examples, broken = hunt(fault, **options)
+            print(f"{name:30} {words:35} example {examples:3}: {', '.join(broken) or 'SURVIVED'}", flush=True)
 
 
 if __name__ == "__main__":

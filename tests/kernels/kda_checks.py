@@ -6,14 +6,16 @@ what the interpreter can take; K and V differ everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
 from kvledger.kernels.conv import causal_conv_fwd
-from kvledger.kernels.launch import Backend
+from kvledger.kernels.launch import Backend, triton_module
 from kvledger.kernels.reference import causal_convolution
 from kvledger.kernels.state_plan import NO_SLOT, StateSlots, grid_points
 from tests.kernels.inputs import (
@@ -76,6 +78,50 @@ def agrees(kind: Kind, lower_bound: float | None) -> Check:
     return check
 
 
+def resets_lose_nothing(backend: Backend) -> None:
+    """Tokens that forget everything, several of them in a sub-chunk: what follows is as exact as without them."""
+    assert_exact_after_resets(drawn("slow", None), backend)
+
+
+RESETS = (30.0, 1e3, 1e6, float("inf"))
+
+
+def with_resets(inputs: Inputs, resets: Sequence[float]) -> Inputs:
+    """Raw gates of all channels at token 3 of each 16, of every other one at token 5, of one head at token 9."""
+    g = inputs.g.clone()
+    for n, reset in enumerate(resets):
+        g[:, 16 * n + 3 :: 16 * len(resets)] = reset
+        g[:, 16 * n + 5 :: 16 * len(resets), :, ::2] = reset
+        g[:, 16 * n + 9 :: 16 * len(resets), :1] = reset / 2
+    return inputs.changed(g=g, a_log=torch.linspace(2.8, 0.0, len(inputs.a_log)))
+
+
+def assert_exact_after_resets(inputs: Inputs, backend: Backend, resets: Sequence[float] = RESETS) -> None:
+    inputs = with_resets(inputs, resets)
+    final = torch.full_like(inputs.states, float("nan"))
+    out = run(inputs, backend, initial_state=inputs.states.clone(), final_state=final)
+    assert_exact(inputs, out, final)
+
+
+@contextmanager
+def narrow_blocks(backend: Backend) -> Iterator[None]:
+    """In the interpreter, blocks of 16 channels as a GPU has them: else one block holds all of them."""
+    if backend == "torch":
+        yield
+        return
+    kda_triton, conv_triton = (triton_module(name, "interpret") for name in ("kda_triton", "conv_triton"))
+    with patch.object(kda_triton, "interprets", lambda: False), patch.object(conv_triton, "block_c", lambda _: 16):
+        yield
+
+
+def narrow(check: Check) -> Check:
+    def checked(backend: Backend) -> None:
+        with narrow_blocks(backend):
+            check(backend)
+
+    return checked
+
+
 def flash_kda_would_notice(backend: Backend) -> None:
     """FlashKDA's random inputs, and what is left of them after the first sub-chunk: last outputs and final state."""
     inputs = drawn("default", lengths=(40,))
@@ -108,21 +154,21 @@ def splits_do_not_matter(backend: Backend) -> None:
 
 def checkpoints_are_prefixes(backend: Backend) -> None:
     """A checkpoint is the final state of its prefix, at positions of the request and not of the call."""
-    whole = drawn("slow", lengths=(74,))
-    begin, slots = 24, (7, NO_SLOT, 2)
+    whole = drawn("slow", lengths=(80,))
+    begin, slots = 24, (7, NO_SLOT, 2, 6)
     first = whole.rows(0, begin)
     pool = pool_of(first.states, (5,))
     run(first, backend, state_pool=pool, slots=StateSlots((5,), (5,), (0,)))
     before = pool.clone()
-    rest = whole.rows(begin, 74)
+    rest = whole.rows(begin, 80)
     run(rest, backend, state_pool=pool, slots=StateSlots((5,), (0,), (begin,), (slots,), GRID))
-    for point, slot in zip(grid_points(begin, 50, GRID), slots, strict=True):
+    for point, slot in zip(grid_points(begin, 56, GRID), slots, strict=True):
         if slot == NO_SLOT:
             continue
         prefix = before.clone()
         run(whole.rows(begin, point), backend, state_pool=prefix, slots=StateSlots((5,), (9,), (begin,)))
         assert same_bits(pool[slot], prefix[9]), f"checkpoint at {point}"
-    untouched = [slot for slot in range(len(pool)) if slot not in (0, 2, 7)]
+    untouched = [slot for slot in range(len(pool)) if slot not in (0, 2, 6, 7)]
     assert same_bits(pool[untouched], before[untouched]), "a slot that nobody named was written"
 
 
@@ -235,15 +281,16 @@ def conv_splits_do_not_matter(backend: Backend) -> None:
 
 
 def conv_checkpoints_are_the_last_inputs(backend: Backend) -> None:
-    """Of the request: a grid point two tokens into the call takes one row from the source window."""
+    """Of the request: a grid point two tokens into the call takes one row from the source window; the last one's end
+    is the call's."""
     x, _, _, windows = conv_inputs()
-    x = x[:, :37]
-    pool = pool_of(windows[:1], (3,))
-    slots = StateSlots((3,), (3,), (14,), ((8, NO_SLOT, 6),), GRID)
-    conv_run(x, pool, slots, backend, [0, 37])
-    assert same_bits(pool[8], torch.cat((windows[0, 2:], x[0, :2]))), "checkpoint at 16"
-    assert same_bits(pool[6], x[0, 31:34]), "checkpoint at 48"
-    assert same_bits(pool[3], x[0, 34:37]), "destination"
+    for tokens in (37, 34):
+        pool = pool_of(windows[:1], (3,))
+        slots = StateSlots((3,), (3,), (14,), ((8, NO_SLOT, 6),), GRID)
+        conv_run(x[:, :tokens], pool, slots, backend, [0, tokens])
+        assert same_bits(pool[8], torch.cat((windows[0, 2:], x[0, :2]))), "checkpoint at 16"
+        assert same_bits(pool[6], x[0, 31:34]), "checkpoint at 48"
+        assert same_bits(pool[3], x[0, tokens - 3 : tokens]), "destination"
 
 
 def conv_company_does_not_matter(backend: Backend) -> None:
@@ -264,6 +311,7 @@ KDA: dict[str, Check] = {
     "swept": agrees("swept", -5.0),
     "unbounded": agrees("slow", None),
     "unbounded swept": agrees("swept", None),
+    "resets": resets_lose_nothing,
     "FlashKDA's": flash_kda_would_notice,
     "splits": splits_do_not_matter,
     "checkpoints": checkpoints_are_prefixes,
@@ -271,6 +319,8 @@ KDA: dict[str, Check] = {
     "slots": slot_numbers_do_not_matter,
     "company": company_does_not_matter,
     "fresh": fresh_requests_start_from_zero,
+    "blocks": narrow(agrees("slow", -5.0)),
+    "unbounded blocks": narrow(agrees("swept", None)),
 }
 
 CONV: dict[str, Check] = {
@@ -279,6 +329,8 @@ CONV: dict[str, Check] = {
     "conv splits": conv_splits_do_not_matter,
     "conv checkpoints": conv_checkpoints_are_the_last_inputs,
     "conv company": conv_company_does_not_matter,
+    "conv blocks": narrow(conv_agrees_with_float64),
+    "conv blocks of windows": narrow(conv_splits_do_not_matter),
 }
 
 CHECKS = KDA | CONV

@@ -112,6 +112,29 @@ MUTANTS = (
         "restored",
     ),
     _mutant("checkpoint never written", "kda_torch", "if save != NO_SLOT", "if False", "checkpoints", "restored"),
+    _mutant(
+        "checkpoint at the chunk's end lost",
+        "kda_torch",
+        "if save != NO_SLOT and call.pool is not None:",
+        "if save != NO_SLOT and call.pool is not None and chunk is not call.plan.chunks[chunks.stop - 1]:",
+        "checkpoints",
+    ),
+    _mutant(
+        "checkpoint at the chunk's end lost",
+        "kda_triton",
+        "        if save >= 0:\n",
+        "        if (save >= 0) & (step + 1 < count):\n",
+        "checkpoints",
+    ),
+    _mutant(
+        "checkpoint at the chunk's end a token early",
+        "conv_triton",
+        "        tokens, slot = tl.load(save), tl.load(save + 1)\n",
+        "        tokens, slot = tl.load(save), tl.load(save + 1)\n"
+        "        if (index + 1 < count) & (tokens == tl.load(sequence + 5)) & (tokens > 0):\n"
+        "            tokens = tokens - 1\n",
+        "conv checkpoints",
+    ),
     _mutant("every sub-chunk saved", "kda_torch", "if save != NO_SLOT and call", "if call", "slots", "checkpoints"),
     _mutant(
         "checkpoint in its neighbour's slot", "kda_torch", "call.pool[save] = ", "call.pool[save + 1] = ", "checkpoints"
@@ -140,7 +163,17 @@ MUTANTS = (
     _mutant("dt_bias forgotten", "kda_torch", "g + call.dt_bias[:, None, :]", "g", *EXACT),
     _mutant("exp of A_log forgotten", "kda_torch", "call.a_log.exp()", "call.a_log", *EXACT, "default"),
     _mutant("unbounded gate by quotients", "kda_torch", "if call.lower_bound is None:", "if False:", "unbounded swept"),
-    _mutant("dead lanes decay", "kda_torch", "log_decay.masked_fill_(~live[:, None, :, None], 0)", "log_decay", *EXACT),
+    _mutant(
+        "decay as a difference of sums",
+        "kda_torch",
+        "log_decay.masked_fill(row <= j, 0).cumsum(2).exp()",
+        "(log_decay.cumsum(2) - log_decay.cumsum(2)[:, :, j : j + 1]).clamp(max=0).exp()",
+        "resets",
+    ),
+    _mutant(
+        "a token decays what it writes", "kda_torch", "masked_fill(row <= j, 0)", "masked_fill(row < j, 0)", "resets"
+    ),
+    _mutant("dead lanes decay", "kda_torch", "log_decay.masked_fill_(~live[:, None, :, None], 0)", "pass", *EXACT),
     _mutant(
         "dead lanes read memory",
         "kda_torch",
@@ -280,6 +313,55 @@ MUTANTS = (
         "    if BOUNDED:\n        ki =",
         "    if K > 0:\n        ki =",
         "unbounded swept",
+    ),
+    _mutant(
+        "decay as a difference of sums",
+        "kda_triton",
+        "between = tl.cumsum(tl.where(later, log_decay[:, None, :], 0.0), 0)",
+        "total = tl.cumsum(log_decay, 0)\n        between = tl.minimum(total[:, None, :] - total[None, :, :], 0.0)",
+        "resets",
+    ),
+    _mutant(
+        "what is written decays by a difference of sums",
+        "kda_triton",
+        "kr = key * tl.exp(tl.cumsum(tl.where(after, log_decay, 0.0), 0, reverse=True))",
+        "kr = key * tl.exp(last[None, :] - total)",
+        "resets",
+    ),
+    _mutant(
+        "what is written decays by its own token",
+        "kda_triton",
+        "tl.load(g + corner + H * K + offset, mask=after",
+        "tl.load(g + corner + offset, mask=after",
+        "resets",
+    ),
+    _mutant(
+        "first block of V only",
+        "kda_triton",
+        "channels = program % blocks * BV + tl.arange(0, BV)",
+        "channels = tl.arange(0, BV)",
+        "blocks",
+    ),
+    _mutant(
+        "first block of keys only",
+        "kda_triton",
+        "cols = j + tl.arange(0, BJ)",
+        "cols = tl.arange(0, BJ)",
+        "unbounded blocks",
+    ),
+    _mutant(
+        "first block of outputs only",
+        "conv_triton",
+        "    cols = tl.program_id(1) * BC + tl.arange(0, BC)\n    live =",
+        "    cols = tl.arange(0, BC)\n    live =",
+        "conv blocks",
+    ),
+    _mutant(
+        "first block of windows only",
+        "conv_triton",
+        "    cols = tl.program_id(1) * BC + tl.arange(0, BC)\n    for index",
+        "    cols = tl.arange(0, BC)\n    for index",
+        "conv blocks of windows",
     ),
     _mutant(
         "dead lanes decay",

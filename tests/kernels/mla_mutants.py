@@ -246,7 +246,7 @@ MUTANTS = (
     ),
     _mutant("pitch of a unit forgotten", "pages_triton", "src.stride(0) // quantum,", "words // quantum,", COPIED),
     _mutant("page copied onto itself unchecked", "pages", "if both:", "if not both:", REFUSED),
-    _mutant("overlap unchecked", "pages", "if low < other_high", "if low > other_high", REFUSED),
+    _mutant("overlap unchecked", "pages", "if share_memory(src, dst):", "if False:", REFUSED),
     # poison
     _mutant(
         "canary forgotten",

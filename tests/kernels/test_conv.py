@@ -138,13 +138,21 @@ def test_snapshot_is_state_and_window(backend: Backend) -> None:
 
 POOL = torch.zeros(4, 3, 8)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "x without a batch": ({"x": torch.zeros(40, 8)}, "x "),
-    "weight of width 3": ({"weight": torch.zeros(8, 3)}, "weight "),
-    "bias of another size": ({"bias": torch.zeros(4)}, "bias "),
+    "x without a batch": ({"x": torch.zeros(40, 8)}, "x: got"),
+    "weight of width 3": ({"weight": torch.zeros(8, 3)}, "weight: got"),
+    "bias of another size": ({"bias": torch.zeros(4)}, "bias: got"),
     "out is x": ({"x": (x := torch.zeros(1, 40, 8)), "out": x}, "shares memory"),
     "windows of width 4": ({"window_pool": torch.zeros(4, 4, 8)}, "window_pool"),
     "windows of another dtype": ({"window_pool": torch.zeros(4, 3, 8).bfloat16()}, "window_pool"),
     "channels first": ({"window_pool": torch.zeros(4, 8, 3).mT}, "strides"),
+    "windows without slots": ({"slots": None}, "without slots"),
+    "no weight": ({"weight": None}, "weight: got NoneType, expected a tensor"),
+    "slots without windows": ({"window_pool": None}, "no pool is given"),
+    "cu_seqlens between tokens": ({"cu_seqlens": [0, 20.5, 40]}, "cu_seqlens: got a list of float, int"),
+    "out among the windows": (
+        {"window_pool": (w := torch.zeros(20, 3, 8)), "out": w.view(-1)[:320].view(1, 40, 8)},
+        "out shares memory with window_pool",
+    ),
     "slot past the pool": ({"slots": StateSlots((0, 4), (0, 1), (0, 0))}, "outside"),
     "another one's source": ({"slots": StateSlots((0, 1), (1, 0), (0, 0))}, "source of sequence"),
 }
@@ -155,7 +163,7 @@ def test_refused_before_anything_is_written(name: str) -> None:
     changes, words = REFUSED[name]
     args: dict[str, Any] = {"x": torch.ones(1, 40, 8), "weight": torch.ones(8, 4), "cu_seqlens": [0, 20, 40]}
     args |= {"window_pool": POOL, "slots": StateSlots((0, 1), (0, 1), (0, 0))}
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, TypeError), match=words):
         causal_conv_fwd(**args | changes)
     assert not POOL.any()
 

@@ -170,3 +170,76 @@ def test_every_layer_of_a_deeper_model_moves() -> None:
     pool.restore(0, 2)
     assert pool.device.latents[3, :, 0, 0].tolist() == [0, 1]
     assert pool.device.states[2, :, 0, 0, 0].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+FREE: dict[str, tuple[str, str]] = {
+    "a free slot's state": ("device", "states"),
+    "a free slot's window": ("device", "windows"),
+    "a free page": ("device", "latents"),
+    "a free host place's latents": ("host", "latents"),
+    "a free host place's state": ("host", "states"),
+    "a free host place's window": ("host", "windows"),
+}
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_one_word_of_poison_that_vanishes_anywhere(name: str) -> None:
+    tier, tensor = FREE[name]
+    pool = pool_of(spec=MODELS["small"])
+    everything = (range(6), range(4), range(4))
+    assert not pool.faults(*everything)
+    values = getattr(getattr(pool, tier), tensor)
+    values[2].flatten()[-1] = 0.5
+    (fault,) = pool.faults(*everything)
+    assert (fault.kind, fault.number, fault.element) == ("overwritten", 2, values[2].numel() - 1)
+
+
+@pytest.mark.parametrize("tensor", ["states", "windows"])
+def test_a_nan_in_a_slot_that_holds_a_state(tensor: str) -> None:
+    pool = pool_of()
+    pool.device.states[1] = pool.device.windows[1] = 0.0
+    pool.device.stated.add(1)
+    assert not pool.faults(range(6), [0, 2, 3])
+    getattr(pool.device, tensor)[1].flatten()[3] = float("nan")
+    (fault,) = pool.faults(range(6), [0, 2, 3])
+    assert (fault.kind, fault.number, fault.element) == ("nan", 1, 3)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_rows_of_a_partly_filled_page_in_every_layer(layer: int) -> None:
+    """Written rows are data, those past them poison."""
+    for row, kind in ((1, "nan"), (2, "overwritten")):
+        pool = pool_of(spec=MODELS["small"])
+        pool.device.latents[3, :, :2] = 1.0
+        pool.device.rows[3] = 2
+        assert not pool.faults([0, 1, 2, 4, 5], range(4))
+        pool.device.latents[3, layer, row, 5] = float("nan") if kind == "nan" else 1.0
+        (fault,) = pool.faults([0, 1, 2, 4, 5], range(4))
+        assert (fault.kind, fault.where, fault.number) == (kind, "row", (3 * 2 + layer) * 4 + row)
+
+
+def test_what_leaves_the_host_is_poison_in_all_three() -> None:
+    pool = pool_of()
+    for tensor in (pool.host.latents, pool.host.states, pool.host.windows):
+        tensor[2] = 1.0
+    pool.poison_host([2])
+    assert not pool.faults([], [], range(4))
+
+
+def test_the_slots_grow_and_keep_what_they_had() -> None:
+    pool = pool_of(slots=2)
+    pool.device.states[1], pool.device.windows[1] = 7.0, 8.0
+    pool.device.stated.add(1)
+    pool.grow_slots(5)
+    assert pool.slots >= 5
+    assert (pool.device.states[1] == 7).all()
+    assert (pool.device.windows[1] == 8).all()
+    assert not pool.faults(range(6), [0, *range(2, pool.slots)])
+
+
+def test_bytes_are_those_of_the_tensors() -> None:
+    for spec in (TINY, MODELS["small"]):
+        pool = pool_of(spec=spec)
+        latents, states = DevicePool.bytes_of(spec, pages=6, slots=4, page_size=4, dtype=torch.float32)
+        assert latents == pool.device.latents.nbytes
+        assert states == pool.device.states.nbytes + pool.device.windows.nbytes

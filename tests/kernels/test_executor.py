@@ -211,6 +211,67 @@ def test_a_real_pool_that_is_smaller_than_the_books_say_runs_out_of_memory() -> 
     assert outcome.failure.request == "a"
 
 
+def test_without_a_limit_state_slots_are_never_what_is_missing() -> None:
+    """Requests of one prompt share its pages: more of them run than pages could have states for."""
+    small = settings(checkpoint_align=16, chunked_prefill_size=None, pool_tokens=80)
+    events = [event for n in range(24) for event in (
+        {"event": "submit", "request": f"r{n}", "prompt": [["a", 32]]}, {"event": "round"},
+    )]  # fmt: skip
+    trace = trace_of(small, [*events, {"event": "drain"}])
+    pure = replay(trace, monitor=InvariantMonitor())
+    outcome, node = run(trace)
+    assert outcome.document() == pure.document()
+    assert node.counts.requests == 24
+    assert node.device.slots > 2 * small.pool_pages + 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "field"),
+    [
+        ({"page_size": 64, "checkpoint_align": 256, "pool_tokens": 1 << 28}, "pool_tokens"),
+        ({"page_size": 1, "pool_tokens": 50_000_000}, "pool_tokens"),
+        ({"pool_tokens": 1024, "state_slots": 1 << 28}, "state_slots"),
+        ({"pool_tokens": 1 << 22, "host_tokens": 1 << 22}, "host_tokens"),
+    ],
+)
+def test_a_pool_too_big_for_the_device_is_one_line(sizes: dict[str, int], field: str, tmp_path: Path) -> None:
+    node = {"page_size": 16, "checkpoint_align": 16, "chunked_prefill_size": None, "max_prefill_tokens": None}
+    document = {"format": "kvledger-trace/1", "node": {**node, "host_tokens": None, **sizes}, "rules": "tail-reserved"}
+    path = tmp_path / "big.json"
+    path.write_text(json.dumps({**document, "events": EVENTS[1:2]}), "utf-8")
+    command = [sys.executable, "-m", "kvledger", "replay", str(path), "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert f"big.json: node.{field}: {sizes[field]} take" in line
+    assert "--device cpu allows 1,073,741,824" in line
+
+
+def test_a_long_trace_is_not_interpreted(tmp_path: Path) -> None:
+    events = [{"event": "submit", "request": f"r{n}", "prompt": [[f"s{n}", 7000]]} for n in range(3)]
+    document = {"format": "kvledger-trace/1", "rules": "tail-reserved", "events": events, "node": {
+        "page_size": 16, "checkpoint_align": 16, "chunked_prefill_size": None, "max_prefill_tokens": None,
+        "pool_tokens": 30000, "host_tokens": None,
+    }}  # fmt: skip
+    path = tmp_path / "long.json"
+    path.write_text(json.dumps(document), "utf-8")
+    command = [sys.executable, "-m", "kvledger", "replay", str(path), "--device", "interpret"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "long.json: --device interpret takes prompts of 8,000 tokens in all, these have 21,000" in done.stderr
+    assert device_target("cpu").refusal(load(path)) is None
+
+
+def test_poison_is_looked_at_after_the_last_event_too() -> None:
+    """Nothing is computed any more when the last request goes, and what it frees must be poison."""
+    trace = trace_of(settings(), [EVENTS[1], {"event": "round"}, {"event": "abort", "request": "a"}])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DevicePool, "poison_slots", lambda _self, _slots: None)
+        outcome, node = run(trace)
+    assert outcome.verdict == "poison-holds"
+    assert node.judge.wrong_data is None
+
+
 def test_target_names_its_device_and_brings_its_invariants() -> None:
     node = target("cpu")(settings(), PRESETS["aligned"], Watcher())
     assert "data" in node.capabilities

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ pytest.importorskip("torch")
 if find_spec("triton") is None:  # not importorskip: who imports Triton first says whether it interprets
     pytest.skip("no triton", allow_module_level=True)
 
+import numpy as np
 import torch
 
 from kvledger.kernels import flash_kda
@@ -25,7 +27,7 @@ from kvledger.kernels.launch import Backend, BackendError, triton_module
 from kvledger.kernels.state_plan import NO_SLOT, StateSlots, grid_points, plan_chunks
 from kvledger.kernels.tables import TableError
 from tests.kernels.inputs import BF16_RATIO, FP32_RATIO, TOKENS, Inputs, Kind, make_inputs, rms_ratio, run, same_bits
-from tests.kernels.kda_checks import KDA, assert_exact, poisoned
+from tests.kernels.kda_checks import KDA, assert_exact, poisoned, with_resets
 
 pytestmark = pytest.mark.device
 
@@ -310,31 +312,67 @@ def slots(sources=(0, 1), destinations=(0, 1), starts=(0, 0), checkpoints=(), gr
     return {"state_pool": POOL, "slots": StateSlots(sources, destinations, starts, checkpoints, grid)}
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "k of another shape": ({"k": torch.zeros(1, 40, 1, 16)}, "k "),
-    "v of another dtype": ({"v": torch.zeros(1, 40, 1, 48, dtype=torch.bfloat16)}, "v "),
-    "beta per channel": ({"beta": torch.zeros(1, 40, 1, 32)}, "beta "),
-    "A_log in bf16": ({"A_log": torch.zeros(1, dtype=torch.bfloat16)}, "A_log "),
-    "dt_bias per head": ({"dt_bias": torch.zeros(1)}, "dt_bias "),
+STATES = torch.zeros(3, 1, 48, 32)
+BETWEEN: Any = [1.7, 0]
+POOLED: dict[str, Any] = {"state_pool": POOL, "slots": StateSlots((0, 1), (0, 1), (0, 0))}
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "k of another shape": ({"k": torch.zeros(1, 40, 1, 16)}, "k: got"),
+    "v of another dtype": ({"v": torch.zeros(1, 40, 1, 48, dtype=torch.bfloat16)}, "v: got"),
+    "beta per channel": ({"beta": torch.zeros(1, 40, 1, 32)}, "beta: got"),
+    "A_log in bf16": ({"A_log": torch.zeros(1, dtype=torch.bfloat16)}, "A_log: got"),
+    "dt_bias per head": ({"dt_bias": torch.zeros(1)}, "dt_bias: got"),
     "half precision": ({"q": torch.zeros(1, 40, 1, 32, dtype=torch.float16)}, "float32 or bfloat16"),
-    "out of another shape": ({"out": torch.zeros(1, 40, 1, 32)}, "out "),
+    "out of another shape": ({"out": torch.zeros(1, 40, 1, 32)}, "out: got"),
     "gate bound too low": ({"lower_bound": -5.5}, "lower_bound"),
     "gate bound zero": ({"lower_bound": 0.0}, "lower_bound"),
     "cu_seqlens too short": ({"cu_seqlens": [0, 20]}, "cu_seqlens"),
     "cu_seqlens falls": ({"cu_seqlens": [0, 30, 20, 40]}, "decreases"),
-    "cu_seqlens int32": ({"cu_seqlens": torch.tensor([0, 40], dtype=torch.int32)}, "int64"),
+    "cu_seqlens in float32": ({"cu_seqlens": torch.tensor([0.0, 40.0])}, "got torch.float32, expected int32 or int64"),
+    "cu_seqlens between tokens": ({"cu_seqlens": [0, 20.5, 40]}, "cu_seqlens: got a list of float, int"),
+    "no v": ({"v": None}, "v: got NoneType, expected a tensor"),
+    "a list for A_log": ({"A_log": [0.0]}, "A_log: got list, expected a tensor"),
+    "out in columns": (
+        {"out": torch.zeros(1, 48, 1, 40).permute(0, 3, 2, 1)},
+        r"out: got \[1, 40, 1, 48\] torch.float32, strides .* expected \[1, 40, 1, 48\] .* contiguous",
+    ),
+    "a pool without slots": ({"state_pool": POOL}, "without slots"),
+    "states that overlap": ({"initial_state": STATES[0:2], "final_state": STATES[1:3]}, "initial_state shares memory"),
+    "an initial state in the pool": (
+        {"state_pool": POOL, "initial_state": POOL[2:4], "slots": StateSlots((-1, -1), (0, 1), (0, 0))},
+        "initial_state shares memory with state_pool: name its slots",
+    ),
+    "the pool for an initial state": (
+        {"state_pool": POOL[:2], "initial_state": POOL[:2], "slots": StateSlots((-1, -1), (1, 0), (0, 0))},
+        "initial_state shares memory with state_pool",
+    ),
+    "a final state in the pool": (
+        {"state_pool": POOL, "final_state": POOL[1:3], "slots": StateSlots((0, 1), (-1, -1), (0, 0))},
+        "final_state shares memory with state_pool",
+    ),
+    "out among the states": ({"out": POOL.view(-1)[:1920].view(1, 40, 1, 48), **POOLED}, "out shares memory"),
+    "slots of floats": (lambda: {"slots": StateSlots(BETWEEN, (0, 1), (0, 0))}, "sources: got a list of float, int"),
+    "a slot that is None": (lambda: slots(checkpoints=((None,), (2,))), r"checkpoints\[0\]: got a list of NoneType"),
+    "checkpoints in one list": (lambda: slots(checkpoints=(5,)), "a list of slots for each sequence"),
     "a state too few": ({"initial_state": torch.zeros(1, 1, 48, 32)}, "initial_state"),
     "K and V exchanged": ({"initial_state": torch.zeros(2, 1, 32, 48)}, "initial_state"),
     "a transposed view": ({"final_state": torch.zeros(2, 1, 32, 48).mT}, "final_state"),
     "slot past the pool": (slots(sources=(0, 4)), "outside"),
     "slot below -1": (slots(destinations=(0, -2)), "outside"),
-    "slots without a pool": ({"slots": StateSlots((0, 1), (0, 1), (0, 0))}, "outside"),
+    "slots without a pool": ({"slots": StateSlots((0, 1), (0, 1), (0, 0))}, "no pool is given"),
     "a start too few": (slots(starts=(0,)), "1 starts for 2"),
     "negative start": (slots(starts=(0, -16)), "negative"),
     "two destinations alike": (slots(destinations=(2, 2)), "written twice"),
     "another one's source": (slots(destinations=(1, 2)), "source of sequence 1"),
     "checkpoint on a source": (slots(checkpoints=((0,), (2,)), destinations=(-1, 3), grid=16), "source of sequence 0"),
-    "checkpoint on a destination": (slots(checkpoints=((2,), (0,)), grid=16), "written twice"),
+    "checkpoint on a destination": (
+        slots(checkpoints=((2,), (0,)), grid=16),
+        "written twice: as the destination of sequence 0 and as checkpoint 0 of sequence 1",
+    ),
+    "checkpoint on its own destination": (
+        slots(sources=(-1, 1), destinations=(3, 1), checkpoints=((3,), (2,)), grid=16),
+        "slot 3 is written twice: as checkpoint 0 of sequence 0 and as the destination of sequence 0",
+    ),
     "a checkpoint too few": (slots(checkpoints=((), (2,)), grid=16), "0 checkpoint slots for 1"),
     "a checkpoint too many": (slots(checkpoints=((2,), ())), "1 checkpoint slots for 0"),
     "grid off the sub-chunks": (slots(grid=24), "grid 24"),
@@ -346,9 +384,70 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_before_anything_is_written(name: str) -> None:
     changes, words = REFUSED[name]
-    with pytest.raises(ValueError, match=words):
-        call(**changes)
+    with pytest.raises((ValueError, TypeError), match=words) as refusal:
+        call(**(changes() if callable(changes) else changes))
     assert not POOL.any()
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("rate", [0.5, 1.0, 16.0])
+@pytest.mark.parametrize("reset", [5.0, 30.0, 100.0, 1e3, 1e4, 1e6, 3e38, float("inf"), float("-inf")])
+def test_a_token_that_forgets_everything(reset: float, rate: float) -> None:
+    """Any raw gate, finite or not: the unbounded one may be as strong as it likes."""
+    inputs = make_inputs("slow", (64,), v_size=64, lower_bound=None)
+    inputs = with_resets(inputs, (reset,)).changed(a_log=torch.full((1,), math.log(rate)))
+    final = torch.empty_like(inputs.states)
+    assert_exact(inputs, run(inputs, initial_state=inputs.states, final_state=final), final)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_a_rate_past_float32(backend: Backend, lower_bound: float | None) -> None:
+    """exp(A_log) is infinite in float32, and the decay is 1 or none: 0 times infinity is not asked for."""
+    inputs = make_inputs("slow", (20,), heads=2, lower_bound=lower_bound)
+    g = inputs.g.clone()
+    g[:, ::3] = float("-inf")
+    g[:, 4] = float("inf")
+    g[:, 5] = 0.0
+    inputs = inputs.changed(g=g, a_log=torch.tensor([100.0, 0.0]), dt_bias=torch.zeros_like(inputs.dt_bias))
+    final = torch.empty_like(inputs.states)
+    with np.errstate(over="ignore"):
+        assert_exact(inputs, run(inputs, backend, initial_state=inputs.states, final_state=final), final)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_state_that_is_updated_in_place(backend: Backend) -> None:
+    """One tensor for both is the contract's own way; layers of one pool that lie between each other are apart."""
+    inputs = make_inputs("slow", (20, 17))
+    final = torch.empty_like(inputs.states)
+    out = run(inputs, backend, initial_state=inputs.states, final_state=final)
+    both = inputs.states.clone()
+    assert same_bits(run(inputs, backend, initial_state=both, final_state=both), out)
+    assert same_bits(both, final)
+    layers = torch.stack([inputs.states, torch.zeros_like(final)], 1)
+    assert same_bits(run(inputs, backend, initial_state=layers[:, 0], final_state=layers[:, 1]), out)
+    assert same_bits(layers[:, 1], final)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_the_stride_of_a_single_head_says_nothing(backend: Backend) -> None:
+    inputs = make_inputs("slow", (20,))
+    final, expected = torch.empty_like(inputs.states), torch.empty_like(inputs.states)
+    odd = torch.empty(1, 2, 3, 48, 32)[:, :1, 1].as_strided((1, 1, 48, 32), (2048, 6144, 32, 1))
+    odd.copy_(inputs.states)
+    out = run(inputs, backend, initial_state=odd, final_state=final)
+    assert same_bits(out, run(inputs, backend, initial_state=inputs.states, final_state=expected))
+    assert same_bits(final, expected)
+    pool = odd.clone().as_strided((1, 1, 48, 32), (7, 6144, 32, 1))
+    run(inputs, backend, state_pool=pool, slots=StateSlots((0,), (0,), (0,)))
+    assert same_bits(pool.contiguous(), expected)
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64, list])
+def test_cu_seqlens_of_either_width(kind: Any) -> None:
+    inputs = make_inputs("slow", (20, 17))
+    ends = inputs.bounds if kind is list else torch.tensor(inputs.bounds, dtype=kind)
+    assert same_bits(run(inputs, cu_seqlens=ends), run(inputs))
 
 
 def test_cu_seqlens_need_a_batch_of_one() -> None:

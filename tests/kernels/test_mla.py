@@ -13,6 +13,7 @@ pytest.importorskip("torch")
 if find_spec("triton") is None:  # not importorskip: who imports Triton first says whether it interprets
     pytest.skip("no triton", allow_module_level=True)
 
+import numpy as np
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -290,6 +291,82 @@ def test_shapes_that_do_not_fit_are_refused(wrong: dict[str, Any], message: str)
 def test_pools_that_are_none_are_refused(pages: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="pages"):
         latent_store(torch.zeros(1, 24), pages, [0])
+
+
+def test_a_pool_of_no_pages() -> None:
+    """It has room for nothing, and nothing can be done in it."""
+    for backend in CPU_BACKENDS:
+        empty = torch.zeros(0, 4, 24)
+        latent_store(torch.zeros(0, 24), empty, [], backend=backend)
+        q, tables = torch.zeros(0, 2, 24), (torch.zeros(1, 1, dtype=torch.int32), [0, 0], [0])
+        assert mla_prefill(q, empty, *tables, scale=1.0, rank=16, backend=backend).shape == (0, 2, 16)
+        with pytest.raises(TableError, match=r"outside \[0, 0\)"):
+            latent_store(torch.zeros(1, 24), empty, [0], backend=backend)
+        with pytest.raises(TableError, match=r"outside \[0, 0\)"):
+            mla_prefill(torch.zeros(1, 2, 24), empty, tables[0], [0, 1], [0], scale=1.0, rank=16, backend=backend)
+
+
+def test_strides_of_dimensions_of_one_say_nothing() -> None:
+    for shape, strides in (((1, 4, 24), (7, 24, 1)), ((3, 1, 24), (48, 5, 1)), ((1, 1, 24), (3, 5, 1))):
+        pages = torch.zeros(200).as_strided(shape, strides)
+        latents = torch.rand(shape[0] * shape[1], 24)
+        for backend in CPU_BACKENDS:
+            pages.zero_()
+            latent_store(latents, pages, range(len(latents)), backend=backend)
+            assert same_bits(pages.flatten(0, 1), latents)
+
+
+SHARED = torch.zeros(6, 4, 24)
+MISUSED: dict[str, tuple[Any, str]] = {
+    "slots of floats": (
+        lambda: latent_store(torch.zeros(1, 24), SHARED, [3.9]),  # type: ignore[list-item]
+        "slot_map: got a list of float, expected integers",
+    ),
+    "a slot of nobody": (lambda: latent_store(torch.zeros(1, 24), SHARED, [-1]), "slot_map names -1"),
+    "no slots": (lambda: latent_store(torch.zeros(1, 24), SHARED, None), "slot_map: got NoneType"),  # type: ignore[arg-type]
+    "no latents": (lambda: latent_store(None, SHARED, [3]), "latents: got NoneType, expected a tensor"),  # type: ignore[arg-type]
+    "no pool": (lambda: latent_store(torch.zeros(1, 24), None, [3]), "pages: got NoneType"),  # type: ignore[arg-type]
+    "latents of the pool": (lambda: latent_store(SHARED[0], SHARED, range(4, 8)), "latents share memory with pages"),
+    "a width of none": (lambda: latent_store(torch.zeros(1, 0), torch.zeros(6, 4, 0), [3]), "pages: got"),
+    "no q": (lambda: prefill(q=None), "q: got NoneType, expected a tensor"),
+    "cu_seqlens between tokens": (lambda: prefill(cu_seqlens=[0, 1.5, 2]), "cu_seqlens: got a list of float, int"),
+    "starts between tokens": (lambda: prefill(starts=[0.5]), "starts: got a list of float"),
+    "out in columns": (
+        lambda: prefill(out=torch.zeros(2, 16, 2).transpose(1, 2)),
+        r"out: got \[2, 2, 16\] torch.float32, strides \(32, 1, 2\), expected \[2, 2, 16\] .* contiguous",
+    ),
+    "out in the pool": (lambda: prefill(out=SHARED.view(-1)[:64].view(2, 2, 16)), "out shares memory with pages"),
+    "out in q": (lambda: prefill(q=(q := torch.zeros(96)).view(2, 2, 24), out=q[:64].view(2, 2, 16)), "out shares"),
+    "a block of floats": (
+        lambda: plan_prefill(SHARED, torch.zeros(1, 1, dtype=torch.int32), [0, 2], [0], block=(16.0, 16)),  # type: ignore[arg-type]
+        "block: got",
+    ),
+}
+
+
+def prefill(**changes: Any) -> torch.Tensor:
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    given: dict[str, Any] = {"q": torch.zeros(2, 2, 24), "page_table": table, "cu_seqlens": [0, 2], "starts": [0]}
+    given |= changes
+    out: torch.Tensor = mla_prefill(pages=SHARED, scale=1.0, rank=16, **given)
+    return out
+
+
+@pytest.mark.parametrize("name", MISUSED)
+def test_misuse_says_what_came_and_what_was_expected(name: str) -> None:
+    misuse, words = MISUSED[name]
+    with pytest.raises((ValueError, TypeError), match=words):
+        misuse()
+    assert not SHARED.any()
+
+
+def test_tables_of_numpy_integers_and_ranges() -> None:
+    case, memory = small_batch()
+    expected = run(case, memory)
+    for kind in (np.int64, np.int32):
+        bounds: Any = np.array(case.cu_seqlens, dtype=kind)
+        out = mla_prefill(case.q, memory.pages, memory.page_table, bounds, case.starts, scale=0.25, rank=case.rank)
+        assert same_bits(out, expected)
 
 
 def test_a_table_without_lengths_is_refused() -> None:

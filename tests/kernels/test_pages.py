@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
@@ -98,6 +99,48 @@ def test_a_unit_longer_than_a_block_of_the_kernel() -> None:
         dst = torch.zeros(3, size)
         page_copy(src, dst, [2, 0], [0, 1], backend="interpret")
         assert same_bits(dst, torch.stack([src[2], src[0], torch.zeros(size)]))
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.complex64, torch.bool, torch.float64, torch.float8_e4m3fn])
+def test_any_dtype_is_words(dtype: torch.dtype, backend: Backend) -> None:
+    noise = torch.randint(0, 2, (2, 3 * 5 * dtype.itemsize), dtype=torch.uint8)
+    src, dst = (row.view(dtype).view(3, 5) for row in noise)
+    page_copy(src, dst, [2, 0], [0, 1], backend=backend)
+    bytes_of = [pool.view(torch.uint8) for pool in (src, dst)]
+    assert torch.equal(bytes_of[1][:2], bytes_of[0][[2, 0]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"engine": "memcpy"}, "engine: got 'memcpy', expected 'kernel' or 'runs'"),
+        ({"src_pool": None}, "src_pool: got NoneType, expected a tensor"),
+        ({"dst_pool": torch.zeros(1, 3).expand(4, 3)}, "dst_pool: got .* expected units that lie apart"),
+        ({"dst_pages": [0.5]}, "dst_pages: got a list of float, expected integers"),
+        ({"src_pages": [None]}, "src_pages: got a list of NoneType, expected integers"),
+        (
+            {"src_pool": torch.zeros(4, 3, dtype=torch.complex64).conj(),
+             "dst_pool": torch.zeros(4, 3, dtype=torch.complex64)},
+            "as it lies in memory",
+        ),
+    ],
+)  # fmt: skip
+def test_a_copy_that_is_none_says_what_was_expected(arguments: dict[str, Any], words: str) -> None:
+    given: dict[str, Any] = {
+        "src_pool": torch.ones(4, 3),
+        "dst_pool": torch.zeros(4, 3),
+        "src_pages": [0],
+        "dst_pages": [1],
+    }
+    with pytest.raises((ValueError, TypeError), match=words):
+        page_copy(**given | arguments)
+
+
+def test_a_source_may_repeat_itself() -> None:
+    dst = torch.zeros(4, 3)
+    page_copy(torch.ones(1, 3).expand(4, 3), dst, [0, 3], [1, 2])
+    assert dst.sum() == 6
 
 
 def test_pages_that_differ_are_refused() -> None:

@@ -26,15 +26,15 @@ def run_machine(
 ) -> dict[str, Any]:
     """Run `examples` examples (with `seconds`, shard after shard until they are over); what was done, as plain data."""
     worst = 0.0
-    done = compared = bitwise = given_up = 0
+    done = compared = given_up = 0
     started = time.perf_counter()
 
     def look(_machine: AdmissionMachine) -> None:
-        nonlocal worst, done, compared, bitwise, given_up
+        nonlocal worst, done, compared, given_up
         node = target.last
         assert node is not None
         node.real_slots.check()
-        done, compared, bitwise = done + 1, compared + node.judge.compared, bitwise + node.judge.bitwise
+        done, compared = done + 1, compared + node.judge.compared
         worst, given_up = max(worst, node.judge.worst_token), given_up + node.real_slots.given_up
 
     with observing(look):
@@ -47,7 +47,6 @@ def run_machine(
     return asdict(target.place.counts) | {
         "examples": done,
         "compared": compared,
-        "bitwise": bitwise,
         "checkpoints_given_up": given_up,
         "worst_token": worst,
         "seconds": round(time.perf_counter() - started, 1),
