@@ -7,6 +7,7 @@ chunk budget is left. What it forgets is that a cut prompt still needs the rest.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -30,8 +31,8 @@ class Scheduler:
     def enqueue(self, name: str, tokens: int) -> None:
         self.queue.append(Job(name, tokens))
 
-    def step(self) -> list[tuple[str, int, int]]:
-        """Go on with what is cut, admit what fits, and run the batch."""
+    def step(self) -> Iterator[tuple[str, int, int]]:
+        """Go on with what is cut, admit what fits, and run the batch: each chunk is told when it has run."""
         budget, promised, batch = self.chunk, 0, []
         for job in [job for job in self.running.values() if job.done < job.tokens]:
             end = self._chunk_end(job, budget)
@@ -50,7 +51,8 @@ class Scheduler:
             batch.append((self.queue.popleft(), end))
             budget -= end
             promised += self._new_pages(job, end)  # the hole: of a cut prompt, only this chunk is written down
-        return [self._run(job, end) for job, end in batch]
+        for job, end in batch:
+            yield self._run(job, end)
 
     def _chunk_end(self, job: Job, budget: int) -> int:
         end = min(job.tokens, job.done + budget)

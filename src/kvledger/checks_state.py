@@ -19,7 +19,7 @@ from kvledger.replay import Stuck
 def admitted_finishes(e: Evidence, record: RoundRecord) -> Finding | None:
     """No allocation of an admitted request fails, and what it has computed is never computed again."""
     if record.failure is not None:
-        return Finding(record.failure.request, record.failure.message)
+        return Finding(record.failure.named, record.failure.message)
     for rid in record.rolled_back:
         computed = e.computed.get(rid, 0)
         return Finding(rid, f"{rid} was admitted, and its prefill was thrown away after {computed} tokens")
@@ -71,9 +71,19 @@ def conserved(e: Evidence) -> Finding | None:
         return None
     twice = sorted(page for page, times in Counter(used).items() if times > 1)
     missing_pages = in_use_pages - len(distinct)
-    return Finding(
-        None, f"of {in_use_pages} pages in use, {missing_pages} belong to nobody and {len(twice)} to two: {twice[:5]}"
-    )
+    words = []
+    if missing_pages > 0:
+        words.append(f"{missing_pages} of the {in_use_pages} pages in use {_belong(missing_pages)} to nobody")
+    if twice:
+        of = "" if words else f" of the {in_use_pages} pages in use"
+        words.append(f"{len(twice)}{of} {_belong(len(twice))} to two: {twice[:5]}")
+    if not words:
+        words.append(f"{len(distinct)} pages are somebody's or cached, and {in_use_pages} are in use")
+    return Finding(None, " and ".join(words) + (f", after {e.departed}" if e.departed else ""))
+
+
+def _belong(pages: int) -> str:
+    return "belongs" if pages == 1 else "belong"
 
 
 def no_use_after_free(e: Evidence) -> Finding | None:

@@ -25,10 +25,11 @@ from kvledger.commands.keep import add_fixture, add_shrink
 from kvledger.commands.upstream import add_upstream
 from kvledger.monitor import InvariantMonitor
 from kvledger.node import PrefillNode
-from kvledger.replay import TargetFactory, replay
+from kvledger.replay import TargetError, TargetFactory, replay
 from kvledger.report import Replayed
 from kvledger.report.text import replay_lines, summary_line
 from kvledger.rules import PRESETS, AccountingRules
+from kvledger.runs import SHOWS_FIGURES
 from kvledger.schema import escaped, show
 from kvledger.targets import find_target
 from kvledger.trace import MAX_FILE_BYTES, Trace, TraceError, load, loads
@@ -56,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(argv)
     except (CommandError, TraceError) as error:
         _complain(f"kvledger: {error}")
+        return BAD_INPUT
+    except TargetError as error:
+        _complain(f"kvledger: {escaped(str(error), 400)}")
         return BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -134,7 +138,7 @@ def _replayed(path: str, trace: Trace, rules: AccountingRules | None, target: Ta
     monitor = InvariantMonitor()
     # the line of a TraceError is printed as it is, so the name goes in as the reader of traces would write it
     outcome = replay(trace, rules, target=target, monitor=monitor, source=escaped(source, 100, keep_end=True))
-    return Replayed(source, trace, rules, outcome, tuple(monitor.skipped))
+    return Replayed(source, trace, rules, outcome, tuple(monitor.skipped), monitor.capabilities >= SHOWS_FIGURES)
 
 
 def _on_device(command: str, device: str) -> TargetFactory:

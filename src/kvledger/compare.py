@@ -175,7 +175,7 @@ def _by_verdict(one: Run, other: Run) -> Difference | None:
     both = one.asked & other.asked
     verdicts = [run.verdict_among(both) for run in (one, other)]
     if verdicts[0] == verdicts[1]:
-        return None
+        return _by_stuck(one, other) or _by_broken(one, other, both)
     rounds = [
         broken.round
         for run, verdict in zip((one, other), verdicts, strict=True)
@@ -184,6 +184,30 @@ def _by_verdict(one: Run, other: Run) -> Difference | None:
     ]
     last = max(len(one.outcome.rounds), 1)
     return Difference("verdict", min(rounds, default=last), detail=f"{verdicts[0]} against {verdicts[1]}")
+
+
+def _by_stuck(one: Run, other: Run) -> Difference | None:
+    left, right = one.outcome.stuck, other.outcome.stuck
+    if left is None or right is None or left.request == right.request:
+        return None
+    detail = f"{left.request} is stuck against {right.request}"
+    return Difference("verdict", min(left.round, right.round), left.request, detail=detail)
+
+
+def _by_broken(one: Run, other: Run, asked: frozenset[str]) -> Difference | None:
+    """The first invariant that one alone breaks of those that both were asked."""
+    broken = [{each.invariant: each for each in run.outcome.broken if each.invariant in asked} for run in (one, other)]
+    alone = [
+        (each.round, each, run.target)
+        for run, mine, yours in zip((one, other), broken, broken[::-1], strict=True)
+        for name, each in mine.items()
+        if name not in yours
+    ]
+    if not alone:
+        return None
+    number, first, target = min(alone, key=lambda each: each[0])
+    detail = f"{first.invariant} breaks on {target} alone: {first.message}"
+    return Difference("verdict", max(number, 1), first.request, detail=detail)
 
 
 # --- the figures

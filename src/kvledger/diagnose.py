@@ -44,7 +44,8 @@ class Diagnosis:
 
     No promise is broken in a run that is ok, nor in one that breaks another invariant. `point_of_no_return` is None
     if the promises could be kept to the end (transfers came in time, or the rules wait for them). `avoided_by` are
-    the fewest switches of the rules under which the same trace ends ok; None if no one or two of them do.
+    the fewest switches of the rules under which the same trace ends ok; None if no one or two of them do, or if the
+    target is not `switched`: it ignores them.
     """
 
     rules: AccountingRules
@@ -54,6 +55,7 @@ class Diagnosis:
     point_of_no_return: NoReturn | None = None
     searched: Searched = field(default=Searched())
     avoided_by: Change | None = None
+    switched: bool = True
 
     @property
     def verdict(self) -> str:
@@ -98,6 +100,7 @@ def diagnosis_of(history: History) -> Diagnosis:
     if outcome.verdict == "ok":
         return Diagnosis(history.rules, outcome)
     breach = find_breach(history)
+    switched = "rules" not in getattr(history.target, "ignores", ())
     search = FutureSearch(history)
     point = _point_of_no_return(history, search) if breach is not None else None
     return Diagnosis(
@@ -107,7 +110,8 @@ def diagnosis_of(history: History) -> Diagnosis:
         spent_by=() if breach is None else breach.spent_by,
         point_of_no_return=point,
         searched=search.searched,
-        avoided_by=_avoided_by(history),
+        avoided_by=_avoided_by(history) if switched else None,
+        switched=switched,
     )
 
 
@@ -116,7 +120,7 @@ def _point_of_no_return(history: History, search: FutureSearch) -> NoReturn | No
     if moment is not None and moment.decision is not None:
         return NoReturn(moment.round, moment.decision.request, moment.decision.kind)
     failure = history.outcome.failure
-    if failure is None or not history.moments:
+    if failure is None or not failure.known or not history.moments:
         return None
     record = history.outcome.rounds[-1]
     begun = dict(history.moments[-1].needs).keys() | {decision.request for decision in record.joined}

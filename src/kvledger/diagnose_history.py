@@ -79,7 +79,6 @@ class Witness(InvariantMonitor):
 
     def attach(self, target: Target, settings: NodeSettings, rules: AccountingRules) -> None:
         super().attach(target, settings, rules)
-        self.capabilities = target.capabilities
 
     def after_decision(self, decision: Decision) -> None:
         super().after_decision(decision)

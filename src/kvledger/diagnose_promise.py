@@ -243,7 +243,8 @@ def _breach_at_failure(history: History) -> Breach | None:
         return None
     record = history.outcome.rounds[-1]
     joined = any(decision.request == failure.request for decision in record.joined)
-    kind: Literal["chunk", "load-back"] = "chunk" if joined or not record.decisions else "load-back"
+    chunk_failed = joined or not record.decisions or not history.tells_at_once
+    kind: Literal["chunk", "load-back"] = "chunk" if chunk_failed else "load-back"
     taken: dict[tuple[str | None, How], int] = {}
     for decision in record.joined:
         if decision.request != failure.request:

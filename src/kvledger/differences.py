@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from kvledger.adder import AddReqResult
-from kvledger.record import Decision, RoundRecord
+from kvledger.record import AllocationFailure, Decision, RoundRecord
 
 DifferenceKind = Literal[
     "submit",
@@ -39,7 +39,7 @@ KINDS: Mapping[DifferenceKind, str] = MappingProxyType(
         "bounds": "another chunk",
         "reason": "another reason for a refusal",
         "running": "other requests decoded, finished, or were sent back",
-        "verdict": "an allocation fails, or an invariant breaks, on one alone",
+        "verdict": "an allocation fails, a request is stuck, or an invariant breaks, on one alone",
         "figures": "the same decisions with other figures of the ledger",
         "pool": "the same decisions and figures, and another rest of free and evictable tokens",
     }
@@ -88,11 +88,18 @@ def round_difference(
                 min(mine_ran ^ yours_ran),
                 detail=f"{name.replace('_', ' ')}: {' against '.join(sides)}",
             )
-    if (left.failure is None) != (right.failure is None):
-        failure = left.failure or right.failure
-        assert failure is not None, "one of the two has a failure"
-        return Difference("verdict", number, failure.request, detail=failure.message)
-    return None
+    return _failures_differ(left.failure, right.failure, number)
+
+
+def _failures_differ(left: AllocationFailure | None, right: AllocationFailure | None, number: int) -> Difference | None:
+    """One alone fails, or another request's chunk does, as far as both can tell whose it was."""
+    if left is not None and right is not None:
+        if left.known and right.known and left.request != right.request:
+            detail = f"the chunk of {left.request} finds no slots, against that of {right.request}"
+            return Difference("verdict", number, left.request, detail=detail)
+        return None
+    failure = left or right
+    return None if failure is None else Difference("verdict", number, failure.request, detail=failure.message)
 
 
 def compared(record: RoundRecord | None, by_decisions: bool) -> tuple[Decision, ...]:

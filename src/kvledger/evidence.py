@@ -29,7 +29,7 @@ class Evidence:
     """What a check may look at. `before` and `after` surround the decision; `earlier` are this round's decisions
     before it. `computed` is how far each admitted, unfinished request had come when the last round ended, in tokens.
     `unserved` requests fit an empty pool and have neither finished their prefill nor been aborted; `ended` ones were
-    aborted, or transferred after their prefill.
+    aborted, or transferred after their prefill; `departed` says who was by the last event, in words.
 
     Beside decode also: `prompts` as submitted, in tokens, `outputs`, how much of each has been `generated`, and
     `taken` of that in this round; the `ratio` of what is left of an output that the books should count on by now;
@@ -45,6 +45,7 @@ class Evidence:
     computed: dict[str, int] = field(default_factory=dict)
     unserved: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
+    departed: str = ""
     prompts: dict[str, int] = field(default_factory=dict)
     outputs: dict[str, Output] = field(default_factory=dict)
     generated: dict[str, int] = field(default_factory=dict)

@@ -34,6 +34,7 @@ class Invariant:
 _OFFSETS = frozenset({"offsets", "decisions"})
 _DECISIONS = frozenset({"decisions"})
 _BATCHES = frozenset({"batches"})
+_ONE_CUT = frozenset({"batches", "one-cut"})
 _GRID = frozenset({"batches", "grid"})
 _PAGES = frozenset({"pages"})
 _COUNTS = frozenset({"counts"})
@@ -92,7 +93,7 @@ INVARIANTS: tuple[Invariant, ...] = (
         "there is one place for a half-done request",
         "decision",
         decided.one_half_done,
-        _BATCHES,
+        _ONE_CUT,
         unless=frozenset({"hybrid"}),
     ),
     Invariant("on-grid", "KDA state is only saved on the checkpoint grid", "decision", decided.on_grid, _GRID),

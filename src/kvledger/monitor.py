@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from fractions import Fraction
 
 from kvledger.decode import NewTokenRatio
@@ -11,16 +11,20 @@ from kvledger.evidence import Evidence
 from kvledger.invariants import INVARIANTS, Invariant
 from kvledger.node import NodeSettings, PrefillNode
 from kvledger.record import Decision, RoundRecord
-from kvledger.replay import Broken, Monitor, Outcome, Stuck, Target, TargetFactory, replay
+from kvledger.replay import Broken, Monitor, Outcome, Stuck, Target, TargetFactory, ask, replay
 from kvledger.rules import AccountingRules
 from kvledger.trace import Trace
 
 
 class InvariantMonitor(Monitor):
-    """Asks each invariant, and those that the target brings along, at its moments; keeps the first time one fails."""
+    """Asks each invariant, and those that the target brings along, at its moments; keeps the first time one fails.
 
-    def __init__(self, invariants: Iterable[Invariant] = INVARIANTS) -> None:
+    Those named by `without` are not asked.
+    """
+
+    def __init__(self, invariants: Iterable[Invariant] = INVARIANTS, without: Collection[str] = ()) -> None:
         super().__init__()
+        self._without = without
         self._pending: dict[str, list[Invariant]] = {}
         for invariant in invariants:
             self._pending.setdefault(invariant.when, []).append(invariant)
@@ -31,17 +35,21 @@ class InvariantMonitor(Monitor):
 
     def attach(self, target: Target, settings: NodeSettings, rules: AccountingRules) -> None:
         self._target = target
+        self.capabilities = target.capabilities
         for invariant in getattr(target, "invariants", ()):
             if all(invariant not in pending for pending in self._pending.values()):
                 self._pending.setdefault(invariant.when, []).append(invariant)
         for when, invariants in self._pending.items():
             able = [invariant for invariant in invariants if invariant.fits(target.capabilities)]
             self.skipped += [invariant.name for invariant in invariants if invariant not in able]
-            self._pending[when] = able
+            self._pending[when] = [invariant for invariant in able if invariant.name not in self._without]
         snapshot = target.snapshot()
         self.evidence = Evidence(settings, rules, snapshot, snapshot)
         self._ratio = NewTokenRatio(Fraction(settings.new_token_ratio_percent, 100))
         self.evidence.ratio = self._ratio.current
+
+    def before_round(self) -> None:
+        self._round = self._rounds_ended + 1
 
     def before_decision(self) -> None:
         self._open_round()
@@ -70,6 +78,7 @@ class InvariantMonitor(Monitor):
 
     def after_round(self, record: RoundRecord) -> None:
         self._count_output(record)
+        self.evidence.departed = ""
         self.evidence.decided = self.evidence.after
         self._look()
         self._round = self._rounds_ended = record.round
@@ -92,7 +101,8 @@ class InvariantMonitor(Monitor):
         self.evidence.earlier = []
         self.evidence.mixed_tokens = 0
         self._open = False
-        self._count_ratio(record)
+        if "decode" in self.capabilities:
+            self._count_ratio(record)
 
     def _count_output(self, record: RoundRecord) -> None:
         """Everybody who decoded, or whose prompt was done, has made a token."""
@@ -140,6 +150,7 @@ class InvariantMonitor(Monitor):
 
     def _note(self, event: Event) -> None:
         e = self.evidence
+        e.departed = ""
         match event:
             case Submit(request=rid, prompt=prompt, output=output):
                 e.prompts[rid] = prompt.tokens
@@ -149,15 +160,20 @@ class InvariantMonitor(Monitor):
             case Finish(request=rid) if any(r.rid == rid and r.decoding for r in e.after.live):
                 e.ended.add(rid)
                 e.unserved.discard(rid)
+                e.departed = f"{rid} was finished"
             case Abort(request=rid):
                 e.computed.pop(rid, None)
                 e.unserved.discard(rid)
                 e.ended.add(rid)
-            case Transferred(request=rid) if any(r.rid == rid and r.in_flight and not r.decoding for r in e.after.live):
+                e.departed = f"{rid} was aborted"
+            case Transferred(request=rid) if e.settings.mode == "prefill" and any(
+                r.rid == rid and r.in_flight for r in e.after.live
+            ):
                 e.ended.add(rid)
+                e.departed = f"{rid} was transferred"
 
     def _look(self) -> None:
-        self.evidence.after = self._target.snapshot()
+        self.evidence.after = ask(self._target.snapshot)
 
     def _ask(self, when: str, *facts: object) -> None:
         """First findings only: what follows from a broken promise would bury it."""

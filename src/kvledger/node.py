@@ -118,7 +118,7 @@ class PrefillNode(Occupancy):
     Settings of another mode build the node that has registered itself for it (`modes`).
     """
 
-    capabilities = frozenset({"batches", "counts", "grid", "decisions", "offsets", "pages", "decode"})
+    capabilities = frozenset({"batches", "counts", "grid", "decisions", "offsets", "pages", "decode", "one-cut"})
     features = frozenset({"lpm", "shortest-prefill-first", "priority"})
     modes: ClassVar[dict[str, type[PrefillNode]]] = {}
 

@@ -58,13 +58,22 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class AllocationFailure:
-    """An admitted request's allocation that found too little: `wanted` tokens against `free` and `evictable`."""
+    """An admitted request's allocation that found too little: `wanted` tokens against `free` and `evictable`.
+
+    Not `known`: the target cannot tell whose it was; `request` then says in words who comes into question.
+    """
 
     request: str
     wanted: int
     free: int
     evictable: int
     message: str
+    known: bool = True
+
+    @property
+    def named(self) -> str | None:
+        """The request, if it is known which."""
+        return self.request if self.known else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, ParamSpec, Protocol, TypeVar, cast, runtime_checkable
 
 from kvledger.arithmetic import ceil_pages
 from kvledger.events import (
@@ -22,7 +23,7 @@ from kvledger.events import (
 )
 from kvledger.node import NodeSettings, PrefillNode, Watcher
 from kvledger.pool import OutOfPages
-from kvledger.record import AllocationFailure, RoundRecord, Snapshot
+from kvledger.record import AllocationFailure, Decision, RoundRecord, Snapshot
 from kvledger.request import USUAL_OUTPUT, Output, Prompt
 from kvledger.rules import AccountingRules
 from kvledger.trace import Trace, TraceError
@@ -34,11 +35,11 @@ class Target(Protocol):
     """A scheduler under test, built from a node's settings; sizes in tokens.
 
     `capabilities` says what it can show; an invariant that needs more is skipped by name: `batches` (which chunks
-    ran), `grid` (it ends chunks on the checkpoint grid), `decisions` (each is told to the watcher as it is taken,
-    refusals too), `offsets` (what it has promised), `counts` (pages free, cached and of each request: they add up),
-    `pages` (by identity), `decode` (who
-    decodes is in the snapshot, and the queue in its order). `submit` returns why a
-    request can never be admitted, or None. `run_round` never raises for lack of memory: the record carries it.
+    ran), `one-cut` (it never has two half-done prompts), `grid` (it ends chunks on the checkpoint grid), `decisions`
+    (each is told to the watcher as it is taken, refusals too), `offsets` (what it has promised), `counts` (pages free,
+    cached and of each request: they add up), `pages` (by identity), `decode` (who decodes is in the snapshot, and the
+    queue in its order). `submit` returns why a request can never be admitted, or None. `run_round` never raises for
+    lack of memory: the record carries it.
     Others say what it does not promise: `optimistic` (an admission reserves nothing for later chunks), `may-preempt`
     (an admitted prefill may be rolled back and begin again), `hybrid` (layers with page tables of their own).
 
@@ -46,6 +47,9 @@ class Target(Protocol):
     prefill: `submit` takes an Output as well, and there are `run_decode` and `finish`), `mixed_chunk`, and schedule
     policies. A trace that asks for more is bad input. `foreign`, if true, says that the code behind it is somebody
     else's: what it raises is a finding (`never-raises`), not a fault of ours.
+
+    `ignores`, where there is one, names what it does nothing with, which is then neither drawn nor blamed: `rules` (no
+    switch of them reaches it), `cached` (prefixes of others), `held` (slots of outsiders).
 
     An attribute `standalone`, where there is one, makes a report to upstream repeatable without kvledger:
     `standalone(trace)` is the text of a module that needs the scheduler's own package alone and defines
@@ -109,6 +113,7 @@ class Monitor(Watcher):
         self.broken: list[Broken] = []
 
     def attach(self, target: Target, settings: NodeSettings, rules: AccountingRules) -> None: ...
+    def before_round(self) -> None: ...
     def after_round(self, record: RoundRecord) -> None: ...
     def after_event(self, event: Event) -> None:
         """Something other than a round happened."""
@@ -198,7 +203,7 @@ def _violation(kind: str, round_number: int, facts: AllocationFailure | Stuck) -
     return {
         "kind": kind,
         "round": round_number,
-        "request": facts.request,
+        "request": facts.named if isinstance(facts, AllocationFailure) else facts.request,
         "wanted": facts.wanted,
         "free": facts.free,
         "evictable": facts.evictable,
@@ -237,6 +242,26 @@ def round_document(record: RoundRecord) -> dict[str, Any]:
     }
 
 
+class TargetError(Exception):
+    """A target that cannot be asked: it is not built, or its answer is none. One line that names it and says why."""
+
+
+class TargetRaised(Exception):
+    """What a target raised, on its way to the replay; `error` is it."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class _MonitorRaised(Exception):
+    """What a monitor raised, on its way through the target that told it of a decision: nobody's finding."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class EventError(ValueError):
     """An event that cannot happen in the state it meets, such as a hold of more slots than there are."""
 
@@ -262,11 +287,67 @@ def _check_modelled(settings: NodeSettings, target: Target) -> None:
             raise UnmodelledError(f"node.{key}", f"{value} is not modelled by this target")
 
 
+@contextmanager
+def _named_if_it_fails(factory: TargetFactory) -> Iterator[None]:
+    """TargetError for what somebody else's target raises before the first event; a fault of ours stays one."""
+    try:
+        yield
+    except (EventError, TargetError):
+        raise
+    except Exception as error:
+        module, name = getattr(factory, "__module__", ""), getattr(factory, "__qualname__", "target")
+        if module.partition(".")[0] == "kvledger" and not getattr(factory, "foreign", False):
+            raise
+        words = str(error).strip().partition("\n")[0]
+        raise TargetError(
+            f"target {module}:{name} cannot be built and looked at: {type(error).__name__}: {words}"
+        ) from error
+
+
+_Asked = ParamSpec("_Asked")
+_Answer = TypeVar("_Answer")
+
+
+def ask(call: Callable[_Asked, _Answer], *args: _Asked.args, **named: _Asked.kwargs) -> _Answer:
+    """Call a target. TargetRaised for whatever it raises, but for what names a bad event or a bad target."""
+    try:
+        return call(*args, **named)
+    except (EventError, TargetError, TargetRaised, _MonitorRaised):
+        raise
+    except Exception as error:
+        raise TargetRaised(error) from error
+
+
+def _judge(call: Callable[_Asked, None], *args: _Asked.args, **named: _Asked.kwargs) -> None:
+    try:
+        call(*args, **named)
+    except (EventError, TargetError, TargetRaised):
+        raise
+    except Exception as error:
+        raise _MonitorRaised(error) from error
+
+
+class _Overhearing(Watcher):
+    """The monitor as a target sees it: its own faults must not pass for the target's."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+
+    def before_decision(self) -> None:
+        _judge(self._monitor.before_decision)
+
+    def after_decision(self, decision: Decision) -> None:
+        _judge(self._monitor.after_decision, decision)
+
+    def preempted(self) -> None:
+        _judge(self._monitor.preempted)
+
+
 class Replay:
     """A trace in the making: `apply` events one by one, read `outcome` at any time.
 
     After a failed allocation or an exception the process is dead and further events do nothing; a broken invariant or
-    a stuck drain does not stop it.
+    a stuck drain does not stop it. TargetError: the target cannot be built, or gives an answer that is none.
     """
 
     def __init__(
@@ -280,9 +361,10 @@ class Replay:
         self.settings = settings
         self.rules = rules
         self.monitor = monitor or Monitor()
-        self.target = target(settings, rules, self.monitor)
-        _check_modelled(settings, self.target)
-        self.monitor.attach(self.target, settings, rules)
+        with _named_if_it_fails(target):
+            self.target = target(settings, rules, _Overhearing(self.monitor))
+            _check_modelled(settings, self.target)
+            self.monitor.attach(self.target, settings, rules)
         self.outcome = Outcome(broken=self.monitor.broken)
         self.crashed = False
         self.prompts: dict[str, Prompt] = {}
@@ -298,12 +380,14 @@ class Replay:
             return
         try:
             self._let_happen(event)
-        except EventError:
-            raise
-        except Exception as error:
-            if not self.monitor.crashed(error):
-                raise
-            self.crashed = True
+            return
+        except TargetRaised as raised:
+            error, theirs = raised.error, True
+        except _MonitorRaised as raised:
+            error, theirs = raised.error, False
+        if not (theirs and self.monitor.crashed(error)):
+            raise error
+        self.crashed = True
 
     def _let_happen(self, event: Event) -> None:
         if not isinstance(event, STEPS):
@@ -314,15 +398,16 @@ class Replay:
             case Drain():
                 self._drain()
             case Decode():
-                self._ran(self._decoding.run_decode())
+                self.monitor.before_round()
+                self._ran(ask(self._decoding.run_decode))
             case Submit():
                 self._submit(event)
             case Finish(request=rid):
-                self._decoding.finish(rid)
+                ask(self._decoding.finish, rid)
             case Transferred(request=rid):
-                self.target.transferred(rid)
+                ask(self.target.transferred, rid)
             case Abort(request=rid):
-                self.target.abort(rid)
+                ask(self.target.abort, rid)
             case Cached() | Hold() | Release():
                 self._environment(event)
         if not isinstance(event, STEPS):
@@ -334,7 +419,7 @@ class Replay:
             case Submit(request=rid, prompt=prompt):
                 return Happening(rounds, "submitted", rid, prompt.tokens)
             case Transferred(request=rid):
-                moot = "" if rid in self.target.in_flight() else " (not in flight: nothing happens)"
+                moot = "" if rid in ask(self.target.in_flight) else " (not in flight: nothing happens)"
                 return Happening(rounds, f"transferred{moot}", rid)
             case Finish(request=rid):
                 return Happening(rounds, "finished", rid)
@@ -358,7 +443,7 @@ class Replay:
         """A target that knows prompts only is not bothered with an output that is the usual one."""
         rid, prompt, output = event.request, event.prompt, event.output
         usual = output == USUAL_OUTPUT
-        reason = self.target.submit(rid, prompt) if usual else self._decoding.submit(rid, prompt, output)
+        reason = ask(self.target.submit, rid, prompt) if usual else ask(self._decoding.submit, rid, prompt, output)
         if reason is None:
             self.prompts[rid] = prompt
             self.outputs[rid] = output
@@ -369,18 +454,22 @@ class Replay:
         try:
             match event:
                 case Cached(tier="host", prompt=prompt):
-                    self.target.cache_on_host(prompt)
+                    ask(self.target.cache_on_host, prompt)
                 case Cached(prompt=prompt, locked=locked):
-                    self.target.cache_on_device(prompt, locked=locked)
+                    ask(self.target.cache_on_device, prompt, locked=locked)
                 case Hold(name=name, tokens=tokens):
-                    self.target.hold(name, tokens)
+                    ask(self.target.hold, name, tokens)
                 case Release(name=name, tokens=tokens):
-                    self.target.release(name, tokens)
-        except OutOfPages as error:
-            raise EventError("prompt" if isinstance(event, Cached) else "tokens", str(error)) from error
+                    ask(self.target.release, name, tokens)
+        except TargetRaised as raised:
+            if not isinstance(raised.error, OutOfPages):
+                raise
+            field_name = "prompt" if isinstance(event, Cached) else "tokens"
+            raise EventError(field_name, str(raised.error)) from raised.error
 
     def _round(self) -> RoundRecord:
-        return self._ran(self.target.run_round())
+        self.monitor.before_round()
+        return self._ran(ask(self.target.run_round))
 
     def _ran(self, record: RoundRecord) -> RoundRecord:
         self.outcome.rounds.append(record)
@@ -392,22 +481,26 @@ class Replay:
         """The worst environment that is still fair: transfers complete only when a round admitted nothing."""
         bound = self._drain_bound_rounds()
         for _ in range(bound):
-            if not self.target.has_work:
+            if not self._has_work:
                 break
             record = self._round()
             if self.dead:
                 return
             told = (record.joined, record.decoded, record.finished, record.aborted, record.loading)
             sent_back = record.retracted or record.rolled_back
-            if not any(told) and not self._transfer_all() and not sent_back and self.target.has_work:
+            if not any(told) and not self._transfer_all() and not sent_back and self._has_work:
                 self._stick(record, "a round admitted nothing and nothing is in flight")
                 return
         else:
-            if self.target.has_work:
+            if self._has_work:
                 self._stick(self.outcome.rounds[-1], f"work is left after {bound} rounds, more than any prefill needs")
                 return
         self._transfer_all()
         self.monitor.at_rest()
+
+    @property
+    def _has_work(self) -> bool:
+        return ask(lambda: self.target.has_work)
 
     def _drain_bound_rounds(self) -> int:
         """Each round runs a chunk, completes a transfer or decodes, and two chunks cover at least a page.
@@ -422,15 +515,15 @@ class Replay:
 
     def _transfer_all(self) -> bool:
         """Complete every transfer, in admission order; False if none was under way."""
-        in_flight = self.target.in_flight()
+        in_flight = ask(self.target.in_flight)
         for rid in in_flight:
             self.outcome.happenings.append(self._happening(Transferred(rid)))
-            self.target.transferred(rid)
+            ask(self.target.transferred, rid)
             self.monitor.after_event(Transferred(rid))
         return bool(in_flight)
 
     def _stick(self, record: RoundRecord, message: str) -> None:
-        snapshot = self.target.snapshot()
+        snapshot = ask(self.target.snapshot)
         unfinished = [request for request in snapshot.live if not request.in_flight]
         rid = unfinished[0].rid if unfinished else snapshot.waiting[0]
         computed_pages = len(unfinished[0].pages) if unfinished else 0

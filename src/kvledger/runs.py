@@ -14,6 +14,9 @@ from kvledger.trace import Trace
 
 LEDGER_FIGURES = ("baseline", "cur_rem_tokens", "rem_total_tokens", "rem_chunk_tokens")
 
+SHOWS_FIGURES = frozenset({"decisions", "offsets"})
+"""Capabilities of a target that shows the ledger's figures beside each decision."""
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -32,7 +35,7 @@ class Run:
     @property
     def shows_figures(self) -> bool:
         """The ledger's figures stand beside each decision."""
-        return {"decisions", "offsets"} <= self.capabilities
+        return self.capabilities >= SHOWS_FIGURES
 
     def figures(self, decision: Decision | None, record: RoundRecord | None) -> dict[str, int | None] | None:
         """The figures right after a decision, or where there is none, when the round's decisions ended.
@@ -72,7 +75,6 @@ class _Listener(InvariantMonitor):
 
     def attach(self, target: Target, settings: NodeSettings, rules: AccountingRules) -> None:
         super().attach(target, settings, rules)
-        self.capabilities = target.capabilities
         names = {invariant.name for invariant in (*INVARIANTS, *getattr(target, "invariants", ()))}
         self.asked = frozenset(names) - frozenset(self.skipped)
 

@@ -9,8 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvledger.replay import TargetFactory
-from kvledger.report.bundle import bundle_of
+from kvledger.report.bundle import bundle_of, versions_of
 from kvledger.trace import load
 
 DRIVER = """
@@ -34,6 +36,17 @@ def holes(folder: str) -> list[Path]:
     """The traces in a folder of `known` that break it."""
     known = Path(__file__).parent / "known" / folder
     return [path for path in sorted(known.glob("*.json")) if not path.name.startswith("ok-")]
+
+
+def assert_committed(name: str, path: Path, target: TargetFactory) -> None:
+    """Report and trace in docs/findings are those of today, with the versions that they were made with."""
+    folder = Path(__file__).parents[2] / "docs" / "findings" / name
+    bundle = bundle_of(load(path), target)
+    seen = f"Seen with {', '.join(f'{name} {version}' for name, version in versions_of(target).items())}."
+    if seen not in (folder / "report.md").read_text():
+        pytest.skip(f"{name} was made with other versions than these: {seen}")
+    for file in ("report.md", "trace.json"):
+        assert (folder / file).read_text() == bundle.files[file]
 
 
 def run_scripts(cases: Iterable[tuple[Path, TargetFactory]], folder: Path) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from kvledger.differences import KINDS, Difference, DifferenceKind, round_differ
 from kvledger.events import Drain, Event, Round, Submit
 from kvledger.monitor import checked_replay
 from kvledger.node import NodeSettings, PrefillNode, Watcher
-from kvledger.record import AllocationFailure, RoundRecord
-from kvledger.replay import Outcome, TargetFactory
+from kvledger.record import AllocationFailure, RoundRecord, Snapshot
+from kvledger.replay import Outcome, Stuck, TargetFactory
 from kvledger.report.compared import comparison_lines
 from kvledger.report.painted import ASCII, plain_text
 from kvledger.report.plain import COLUMNS, width
@@ -131,10 +131,67 @@ def test_a_verdict_is_held_against_another_only_as_far_as_both_were_asked() -> N
     blind = of(PrefillNode, Blind, trace=trace)
     assert [run.outcome.verdict for run in blind.runs] == ["promises-covered", "ok"]
     assert blind.same
+    assert "their verdicts differ because one was asked what the other was not" in text_of(blind)
+    assert "their verdicts differ" not in text_of(comparison)
     assert "promises-covered" in blind.document()["runs"][1]["not_asked"]
 
 
 # --- the first difference
+
+
+class FailsAnother(PrefillNode):
+    """The same round dies of somebody else's chunk."""
+
+    def run_round(self) -> RoundRecord:
+        record = super().run_round()
+        failure = record.failure
+        return record if failure is None else replace(record, failure=replace(failure, request="v9uj"))
+
+
+class FailsUntold(PrefillNode):
+    def run_round(self) -> RoundRecord:
+        record = super().run_round()
+        failure = record.failure and replace(record.failure, request="one of two", known=False)
+        return replace(record, failure=failure)
+
+
+def test_who_fails_is_compared_as_far_as_both_can_tell() -> None:
+    difference = of(PrefillNode, FailsAnother).pairs[0].difference
+    assert difference is not None
+    assert (difference.kind, difference.round) == ("verdict", 4)
+    assert difference.detail == "the chunk of 1keim finds no slots, against that of v9uj"
+    assert of(PrefillNode, FailsUntold).same
+
+
+class LosesAPage(PrefillNode):
+    """Once a round has run a page is nobody's; nothing that is decided shows it."""
+
+    def snapshot(self) -> Snapshot:
+        found = super().snapshot()
+        return replace(found, pool_pages=found.pool_pages + 1) if self.rounds else found
+
+
+@pytest.mark.parametrize("rules", ["aligned", "tail-reserved"])
+def test_what_breaks_on_one_alone_is_a_difference_whatever_the_verdict(rules: str) -> None:
+    for one, other in ((PrefillNode, LosesAPage), (LosesAPage, PrefillNode)):
+        comparison = of(one, other, rules)
+        difference = comparison.pairs[0].difference
+        assert difference is not None and difference.kind == "verdict"
+    assert of(LosesAPage, LosesAPage, rules).same
+
+
+def test_who_is_stuck_is_compared() -> None:
+    stuck = Stuck(3, "A", 64, 0, 0, "nothing moves")
+    outcomes = [Outcome(stuck=stuck), Outcome(stuck=replace(stuck, request="B"))]
+    pair = compare_runs(run_of("a", outcomes[0]), run_of("b", outcomes[1]))
+    assert pair.difference == Difference("verdict", 3, "A", detail="A is stuck against B")
+    assert compare_runs(run_of("a", outcomes[0]), run_of("b", outcomes[0])).same
+
+
+def test_one_tells_nothing_and_two_tell_nothing() -> None:
+    assert "because one tells no decisions" in text_of(of(Mute, PrefillNode))
+    words = " ".join(text_of(of(Mute, Mute)).split())
+    assert "one and other tell no decisions; no figures of the ledger, because one and other show none" in words
 
 
 def test_the_incident_and_its_fix_part_at_the_newcomer() -> None:
@@ -396,7 +453,7 @@ def test_json_has_exactly_the_contracts_keys(incident: str, capsys: pytest.Captu
         ("", "is one target; name two or more"),
         ("node,node", '"node" is there twice'),
         ("node,nobody", f"'nobody' is neither one of {', '.join(TARGETS)} nor package.module:attribute"),
-        ("node,", "'' is neither one of"),
+        ("node,", "names no target beside a comma"),
         ("node,decimal:Decimal", "does not make a kvledger target"),
     ],
 )

@@ -51,3 +51,20 @@ def test_replayed_incident_is_what_the_command_prints(
 def test_decode_example_prints_its_figures(tmp_path: Path) -> None:
     (example,) = _blocks("py")
     assert _printed(example, tmp_path) == ["228 3 61"]
+
+
+def test_its_links_lead_somewhere_and_what_it_names_is_there() -> None:
+    root = Path(__file__).parents[2]
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
+    names = [word for block in _blocks("sh") for word in re.findall(r"[\w./-]*(?:tests|requirements)/[\w./-]+", block)]
+    assert len(links) > 10 and len(names) > 5
+    assert [name for name in (*links, *names) if not (root / name).exists()] == []
+
+
+def test_released_schedulers_are_linked() -> None:
+    root = Path(__file__).parents[2]
+    papers = ["docs/sglang-differences.md", "docs/vllm-target.md"]
+    papers += [f"docs/findings/{path.name}" for path in sorted((root / "docs" / "findings").glob("*.md"))]
+    assert [name for name in papers if f"({name})" not in README] == []
+    for path in sorted((root / "requirements").glob("*.txt")):
+        assert f"pip install --no-deps -r requirements/{path.name}" in README

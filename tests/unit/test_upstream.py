@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from contextlib import redirect_stdout, suppress
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,20 +20,24 @@ import pytest
 from kvledger.cli import main
 from kvledger.diagnose import diagnose
 from kvledger.events import Abort, Cached, Drain, Event, Hold, Release, Round, Submit, Transferred
+from kvledger.ledger import Due, Promise
 from kvledger.monitor import checked_replay
 from kvledger.node import PrefillNode
 from kvledger.pool import OutOfPages
 from kvledger.record import RoundRecord
+from kvledger.replay import Broken, Outcome
 from kvledger.report.bundle import NothingToReport, bundle_of
 from kvledger.report.explained import explanation_lines
-from kvledger.report.upstream import code, escaped
+from kvledger.report.markdown import code, escaped
 from kvledger.request import Output
+from kvledger.targets.about import About
 from kvledger.targets.counted import CountedTarget
 from kvledger.targets.excerpt import excerpt
 from kvledger.targets.script_runner import Runner
 from kvledger.targets.script_runner import main as play
+from kvledger.targets.sglang.about import about as sglang_about
 from kvledger.targets.sglang.standalone import standalone as sglang_world
-from kvledger.targets.standalone import NoScriptError, body_of, script
+from kvledger.targets.standalone import LOOKED_FOR, NoScriptError, body_of, looked_for, script
 from kvledger.trace import Trace, load, write
 from tests.unit.builders import INCIDENT, INCIDENT_NODE, node_settings, prompt
 
@@ -53,13 +58,17 @@ def example(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[CountedTarg
 
 def vllm_world(*, align: bool) -> str:
     """Its module needs no vllm, but the package around it does."""
-    path = ROOT / "src" / "kvledger" / "targets" / "vllm" / "standalone.py"
-    spec = importlib.util.spec_from_file_location("vllm_standalone", path)
+    text: str = vllm_module("standalone").world_text(align=align)
+    return text
+
+
+def vllm_module(name: str) -> Any:
+    path = ROOT / "src" / "kvledger" / "targets" / "vllm" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"vllm_{name}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    text: str = module.world_text(align=align)
-    return text
+    return module
 
 
 def run_alone(script_text: str, folder: Path, name: str = "reproduce.py") -> subprocess.CompletedProcess[str]:
@@ -215,17 +224,66 @@ def test_an_excerpt_that_needs_more_of_kvledger_is_refused() -> None:
         excerpt(source, "Mine")
 
 
-class Middle(CountedTarget):
-    """Stands between."""
+LEAK = Trace(
+    node_settings(page_size=4, checkpoint_align=4, chunked_prefill_size=16, pool_tokens=64),
+    "upstream",
+    (Submit("A", prompt(("a", 20))), Round(), Abort("A"), Drain()),
+)
+OTHERS = """
+from test_scheduler import Target
 
 
-class Built(Middle):
-    """On something that is not in a script."""
+class LeakTarget(Target):
+    def __init__(self, node, rules, watcher):
+        super().__init__(node, rules, watcher)
+        self.finish = self.give_back
+
+    def give_back(self, rid):
+        self.mine.finish(rid)
+        self.mine.free_pages -= FORGOTTEN
 
 
-def test_a_target_on_top_of_another_has_no_script() -> None:
-    with pytest.raises(NoScriptError, match="Built is built on Middle"):
-        Built.standalone(TRACE)
+FORGOTTEN = 1
+"""
+
+
+def target_of(source: str, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A class of a module of its own, beside the example."""
+    module = f"module_{abs(hash(source)) % 10**9}"
+    (folder / f"{module}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(folder))
+    return getattr(importlib.import_module(module), name)
+
+
+def test_a_subclass_of_ones_own_target_brings_its_base_along(
+    example: type[CountedTarget], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = bundle_of(LEAK, target_of(OTHERS, "LeakTarget", tmp_path, monkeypatch))
+    assert bundle.no_script is None
+    done = run_alone(bundle.files["reproduce.py"], tmp_path / "empty")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "AS REPORTED (conserved): lost after abort A" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (
+            OTHERS.replace("Target\n", "Target as Base\n", 1).replace("(Target)", "(Base)"),
+            "takes Base from test_schedul",
+        ),
+        (OTHERS.replace("FORGOTTEN = 1", "Scheduler = FORGOTTEN = 1"), "each define Scheduler"),
+        (
+            OTHERS.replace("from test_scheduler import", "import test_scheduler\nTarget = test_scheduler."),
+            "line 2 takes",
+        ),
+    ],
+)
+def test_a_base_that_cannot_come_along_is_named(
+    source: str, said: str, example: type[CountedTarget], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(NoScriptError, match=said):
+        target_of(source, "LeakTarget", tmp_path, monkeypatch).standalone(LEAK)
 
 
 def test_a_body_is_a_module_without_its_head() -> None:
@@ -286,6 +344,9 @@ class NodeWorld:
     def thrown_away(self) -> list[str]:
         return []
 
+    def lost(self) -> int | None:
+        return 0
+
 
 def played(trace: Trace) -> tuple[int, str, Runner]:
     from kvledger.trace import to_document
@@ -296,7 +357,8 @@ def played(trace: Trace) -> tuple[int, str, Runner]:
     events = to_document(trace)["events"]
     printed = io.StringIO()
     with redirect_stdout(printed):
-        status = play(NodeWorld(trace), trace.node.page_size, events, recorded, outcome.verdict)
+        wanted = looked_for(outcome)
+        status = play(NodeWorld(trace), trace.node.page_size, events, recorded, outcome.verdict, wanted)
         runner = Runner(NodeWorld(trace), trace.node.page_size, recorded)
         for event in events:
             runner.play(event)
@@ -319,8 +381,8 @@ def test_the_runner_plays_what_a_replay_plays(path: Path, rules: str) -> None:
     assert runner.rounds == len(outcome.rounds)
     assert ("oom" in runner.found, "stuck" in runner.found) == (outcome.failure is not None, outcome.stuck is not None)
     assert ("short" in runner.found) == any(each.invariant == "promises-covered" for each in outcome.broken)
-    assert status == 1, "an ending that a script cannot judge is as reported if every chunk is"
-    assert "AS REPORTED" in printed
+    assert status == (1 if looked_for(outcome) else 2), "what a script has no eyes for it shows neither way"
+    assert ("NOT SHOWN" if status == 2 else "AS REPORTED") in printed
 
 
 def test_the_runner_plays_outsiders_too() -> None:
@@ -353,11 +415,109 @@ class Raising(NodeWorld):
 def test_an_exception_is_shown_and_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     trace = Trace(node_settings(), "upstream", ())
     events = [{"event": "round"}, {"event": "round"}]
-    assert play(Raising(trace), 64, events, [], "never-raises") == 1
+    assert play(Raising(trace), 64, events, [], "never-raises", ["raised"], "KeyError") == 1
     printed = capsys.readouterr().out
     assert printed.count("Traceback") == 1 and "KeyError: 'row 7'" in printed
     assert "AS REPORTED (never-raises): raised in round 1" in printed
-    assert play(Raising(trace), 64, events, [], "oom") == 0
+    for verdict, wanted, raises in (("oom", ["oom"], None), ("never-raises", ["raised"], "IndexError")):
+        assert play(Raising(trace), 64, events, [], verdict, wanted, raises) == 2, "another exception shows nothing"
+        assert "COULD NOT RUN" in capsys.readouterr().out
+
+
+class Faulty(NodeWorld):
+    """Says what each kind of fault would show."""
+
+    def __init__(self, trace: Trace, **says: Any) -> None:
+        super().__init__(trace)
+        self.says = says
+
+    def lost(self) -> Any:
+        return self.says.get("lost", 0)
+
+    def thrown_away(self) -> Any:
+        return self.says.get("thrown_away", [])
+
+    def round(self) -> list[tuple[str, int, int]]:
+        return self.says["chunks"].pop(0) if self.says.get("chunks") else super().round()
+
+    def has_work(self) -> Any:
+        return self.says.get("has_work", super().has_work())
+
+    def pool(self) -> tuple[int, int]:
+        free, evictable = super().pool()
+        return free - self.says.get("kept", 0) * bool(self.node.rounds), evictable
+
+
+ASKED = [
+    {"event": "submit", "request": "A", "prompt": [["a", 100]]},
+    {"event": "submit", "request": "B", "prompt": [["b", 100]]},
+]
+ROUND: list[dict[str, Any]] = [{"event": "round"}]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "says", "events"),
+    [
+        ("conserved", {"lost": 64}, ROUND),
+        ("conserved", {"lost": -64}, ROUND),
+        ("quiescent", {"kept": 64}, [*ROUND, {"event": "drain"}]),
+        ("one-half-done", {"chunks": [[("A", 0, 64), ("B", 0, 64)]]}, ROUND),
+        ("everyone-served", {"has_work": False}, [{"event": "drain"}]),
+        ("admitted-finishes", {"chunks": [[("A", 0, 64)], [("A", 0, 64)]]}, ROUND * 2),
+        ("admitted-finishes", {"chunks": [[("A", 0, 64)]], "thrown_away": ["A"]}, ROUND),
+    ],
+)
+def test_a_script_checks_what_it_reports(verdict: str, says: dict[str, Any], events: list[dict[str, Any]]) -> None:
+    trace = Trace(node_settings(), "upstream", ())
+    wanted = LOOKED_FOR[verdict]
+    with redirect_stdout(io.StringIO()):
+        assert play(Faulty(trace, **deepcopy(says)), 64, [*ASKED, *events], [], verdict, wanted) == 1
+        assert play(Faulty(trace), 64, [*ASKED, *events], [], verdict, wanted) == 0
+
+
+@pytest.mark.parametrize(
+    ("wanted", "says", "events"),
+    [
+        ([], {}, []),
+        (["lost"], {"lost": None}, ROUND),
+        (["not given back"], {}, [{"event": "cached", "tier": "device", "prompt": [["a", 64]], "locked": True}]),
+    ],
+)
+def test_what_a_script_cannot_see_is_neither_there_nor_mended(
+    wanted: list[str], says: dict[str, Any], events: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = Faulty(Trace(node_settings(), "upstream", ()), **says)
+    assert play(world, 64, [*ASKED, *events], [], "x", wanted) == 2
+    assert "NOT SHOWN (x): this script cannot see that" in capsys.readouterr().out
+
+
+def test_what_has_no_eyes_is_said_in_the_report() -> None:
+    outcome = checked_replay(TRACE)
+    assert looked_for(outcome) == ("oom",)
+    for invariant in ("on-grid", "never-forced", "table-fits"):
+        assert looked_for(Outcome(broken=[Broken(invariant, 1, None, "")])) == ()
+    assert looked_for(Outcome(broken=[Broken("conserved", 1, None, "the host tier has 2 pages and room for 1")])) == ()
+
+
+def test_a_script_that_cannot_start_ends_with_two(example: type[CountedTarget], tmp_path: Path) -> None:
+    text = bundle_of(load(SMALL), example).files["reproduce.py"]
+    missing = text.replace("from scheduler import", "from not_there import")
+    broken = text.replace("super().__init__(node, watcher)", "super().__init__(node, watcher, 1)")
+    for number, (script_text, said) in enumerate(((missing, "ModuleNotFoundError"), (broken, "TypeError"))):
+        assert script_text != text
+        done = run_alone(script_text, tmp_path / str(number))
+        assert done.returncode == 2
+        assert f"COULD NOT RUN: {said}: " in done.stderr.splitlines()[-1]
+
+
+def test_a_mended_leak_is_not_as_reported(
+    example: type[CountedTarget], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = target_of(OTHERS, "LeakTarget", tmp_path, monkeypatch)
+    text = bundle_of(LEAK, target).files["reproduce.py"]
+    done = run_alone(text.replace("FORGOTTEN = 1", "FORGOTTEN = 0"), tmp_path / "empty")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "NOT AS REPORTED (conserved): it was looked for and not found"
 
 
 # --- the report
@@ -367,11 +527,13 @@ def test_the_report_says_who_was_promised_what_and_who_spent_it() -> None:
     report = bundle_of(TRACE, PrefillNode).files["report.md"]
     for said in (
         "# Out of memory: `1keim` was admitted, and its prefill finds no slots\n",
-        "`1keim`'s tail of 4936 tokens, promised in round 1, was spent by `xpkq`: a load-back of 15360 and a chunk",
-        "Post-mortem of a tail.",
+        "`1keim` was cut in round 1 with 4936 tokens (4992 in whole pages of 64) of its prompt left to compute.",
+        "The slots for it went to `xpkq`: a load-back of 15360 tokens and a chunk of 192 tokens",
+        "In short: Post-mortem of a tail.",
         "| 4 | submit | `1keim`: 94024 of `keim` | 94024 |",
-        "| `1keim` | truncated | 86784..89088 of 94024 | 4936 |  | 2368 now | 34624 | 18304 | 18303 | 192 |",
-        "After it 2880 tokens are free and 0 evictable. What was admitted still needs 4992. **2112 too few.**",
+        "| `1keim` | truncated | 86784..89088 of 94024 | 4936 |  | 2368 now (2304 chunk + 64 one page more) | 34624 |",
+        "Left: 2880 tokens free, 0 evictable (",
+        "Prompts that are half done still need 4992. **2112 too few.**",
         "| `1keim` | resumed, forced | 91968..94024 of 94024 | 0 |",
         "**Out of memory**: `1keim` wanted 2056 tokens, with 0 free and 0 evictable.",
         "- Expected: an admitted prompt can always finish its prefill.",
@@ -386,7 +548,7 @@ def test_the_report_says_who_was_promised_what_and_who_spent_it() -> None:
 def test_a_target_without_a_ledger_has_no_figures_of_one(example: type[CountedTarget]) -> None:
     report = bundle_of(load(SMALL), example).files["report.md"]
     assert "rem_total_tokens" not in report
-    assert "| `A` | truncated | 0..5 of 10 | 5 |  |" in report
+    assert "| `A` | truncated | 0..5 of 10 | 5 |\n" in report
     assert "`python reproduce.py` needs the scheduler itself, and nothing of kvledger" in report
 
 
@@ -411,13 +573,13 @@ def test_every_kind_of_event_has_its_row() -> None:
     )
     report = bundle_of(Trace(INCIDENT_NODE, "aligned", events), PrefillNode).files["report.md"]
     for row in (
-        "| 1 | hold | `h` | 64 |",
+        "| 1 | hold | slots are taken from outside: `h` | 64 |",
         "| 2 | cached on the device, locked | 64 of `a` | 64 |",
         "| 3 | submit | `A`: 64 of `a` + 64 of `b` | 128 |",
         "| 4 | round | one round of the scheduler |  |",
         "| 5 | transferred | `A` |  |",
         "| 6 | abort | `A` |  |",
-        "| 7 | release | `h` | all |",
+        "| 7 | release | and given back: `h` | all |",
     ):
         assert row in report
 
@@ -494,7 +656,7 @@ def test_a_trace_that_breaks_nothing_is_one_line(
     [
         (["none.json"], "none.json: No such file"),
         (["TRACE", "--target", "nobody"], "is neither one of"),
-        (["TRACE", "-o", "FILE"], "File exists"),
+        (["TRACE", "-o", "FILE"], "file: Not a directory"),
         (["TRACE", "-o", "FILE/below"], "Not a directory"),
         (["TRACE", "-o", "a\0b"], "not a folder name"),
         (["TRACE", "-o", ""], "not a folder name"),
@@ -527,7 +689,187 @@ def test_slots_that_decodes_took_are_not_said_to_be_nobodys() -> None:
         (Submit("C", prompt(("c", 300))), Drain()),
     )
     report = bundle_of(trace, Decoding).files["report.md"]
-    assert "was spent by requests that decode: `X`, `Y`." in report
+    assert "The slots for it went to requests that decode: `X`, `Y`." in report
     assert "Decoded: `X`, `Y`." in report
     lines = " ".join(" ".join(explanation_lines(diagnose(trace, target=Decoding))).split())
     assert "spent by X, Y, by decoding" in lines
+
+
+# --- for a reader who does not know kvledger
+
+
+def prose(report: str) -> str:
+    return report.replace("`trace.json` is the same trace for `kvledger replay`.", "")
+
+
+OWN_WORDS = ("fair continuation", "continuations tried", "as late as they can", "ledger", "promise", "thrown away")
+
+
+def test_no_word_of_our_own_is_left_unexplained(example: type[CountedTarget]) -> None:
+    for report in (bundle_of(TRACE, PrefillNode), bundle_of(load(SMALL), example)):
+        text = prose(report.files["report.md"]).replace("kvledger", "").lower()
+        assert [word for word in OWN_WORDS if word in text] == []
+    text = bundle_of(TRACE, PrefillNode).files["report.md"]
+    assert "- Slots are allocated in whole pages of 64 tokens" in text
+    assert "`forced`: it runs because it is half done" in text
+
+
+def test_a_leak_names_the_event_that_leaks(
+    example: type[CountedTarget], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = bundle_of(LEAK, target_of(OTHERS, "LeakTarget", tmp_path, monkeypatch)).files["report.md"]
+    assert report.startswith("# Leak: 4 tokens of slots belong to nobody when `A` is aborted\n")
+    assert "- Actual: when `A` is aborted, after round 1: 4 tokens of slots belong to nobody.\n" in report
+    after_round = report.partition("Round 1:")[2]
+    assert "**When `A` is aborted, after round 1: 4 tokens of slots belong to nobody.**" in after_round
+
+
+@pytest.mark.parametrize(
+    ("method", "place"),
+    [
+        ("step", "In round 1"),
+        ("enqueue", "When `A` is submitted, before the first round, the scheduler raises"),
+        ("finish", "When `A` is aborted, after"),
+    ],
+)
+def test_an_exception_has_its_place_and_its_title(
+    method: str, place: str, example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = f"""
+from test_scheduler import Target
+
+
+class Raising(Target):
+    def __init__(self, node, rules, watcher):
+        super().__init__(node, rules, watcher)
+        self.{method} = self.fails
+
+    def fails(self, *_):
+        raise KeyError("row 7")
+"""
+    bundle = bundle_of(LEAK, target_of(source, "Raising", tmp_path, monkeypatch))
+    report = bundle.files["report.md"]
+    assert report.startswith("# Exception: KeyError in fails (")
+    assert "round 0:" not in report.lower()
+    assert report.partition("## Round by round")[2].count(f"**{place}") == 1
+    done = run_alone(bundle.files["reproduce.py"], tmp_path / "empty")
+    assert done.returncode == 1 and "AS REPORTED (never-raises): raised" in done.stdout
+
+
+class Preempting(PrefillNode):
+    """Has told a preemption in round 2; `again` tokens of what was computed are computed again."""
+
+    again = 0
+
+    def run_round(self) -> RoundRecord:
+        record = super().run_round()
+        if record.round == 2:
+            return replace(record, rolled_back=("C",), decisions=())
+        moved = tuple(replace(d, start=128 - self.again) if d.start == 256 else d for d in record.decisions)
+        return replace(record, decisions=moved)
+
+
+class PreemptingAgain(Preempting):
+    again = 64
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        (
+            Preempting,
+            "goes on from there in round 3: the prefix cache still had all of it, and nothing is computed again",
+        ),
+        (PreemptingAgain, "it goes on from 64 in round 3: 64 tokens are computed again"),
+    ],
+)
+def test_a_preempted_prefill_is_told_by_where_it_goes_on(target: Any, said: str) -> None:
+    trace = Trace(node_settings(chunked_prefill_size=128), "tail-reserved", (Submit("C", prompt(("c", 300))), Drain()))
+    report = bundle_of(trace, target).files["report.md"]
+    assert report.startswith("# Preempted in its prefill: `C` was admitted, and loses its slots half-way\n")
+    assert said in report and "begins its prefill again" not in report
+    assert "**Preempted in the middle of its prefill: `C`.**" in report
+
+
+def test_what_a_target_says_of_itself_is_in_the_report() -> None:
+    class Telling(PrefillNode):
+        @staticmethod
+        def about(trace: Trace, verdict: str) -> About:
+            return About("theirs, all of it", "--page 64", "no flag", (f"for {verdict}",), "something *else*")
+
+    report = bundle_of(TRACE, Telling).files["report.md"]
+    for said in ("Whose code ran: theirs, all of it\n", "\n    --page 64\n", "\nno flag\n", "\nfor oom\n"):
+        assert said in report
+    assert "- Expected: something \\*else\\*.\n" in report
+
+
+def test_figures_are_shown_wherever_charges_are_told() -> None:
+    class Mixed(PrefillNode):
+        """Tells charges, of others too, and does not declare its offsets, as sglang's in unified mode."""
+
+        capabilities = PrefillNode.capabilities - {"offsets"}
+
+        def run_round(self) -> RoundRecord:
+            record = super().run_round()
+            running = (
+                Promise("the running batch", "decode", 2, Due.NOW),
+                Promise("the running batch", "x", 4, Due.LATER),
+            )
+            return replace(record, promises=(*running, *record.promises))
+
+    report = bundle_of(TRACE, Mixed).files["report.md"]
+    assert "Charged beside these, before the first of them: the running batch 2 now + 4 later." in report
+    assert "| 34624 | 18304 | 18303 | 192 |" in report
+
+
+UNIFIED = replace(INCIDENT_NODE, mode="unified", mixed_chunk=True, chunked_prefill_size=192, page_size=64)
+
+
+@pytest.mark.parametrize(
+    ("node", "rules", "flags"),
+    [
+        (
+            replace(UNIFIED, pool_tokens=400, max_prefill_tokens=None, host_tokens=0),
+            "upstream",
+            "--page-size 64 --chunked-prefill-size 192 --max-total-tokens 384 --schedule-policy fcfs "
+            "--enable-mixed-chunk --disable-overlap-schedule",
+        ),
+        (
+            node_settings(pool_tokens=640, host_tokens=1280, chunked_prefill_size=None, max_prefill_tokens=512),
+            "upstream",
+            "--page-size 64 --chunked-prefill-size -1 --max-prefill-tokens 512 --max-total-tokens 640 "
+            "--schedule-policy fcfs --disaggregation-mode prefill --enable-hierarchical-cache --hicache-ratio 2 "
+            "--disable-overlap-schedule",
+        ),
+    ],
+)
+def test_sglangs_flags_are_the_nodes_settings(node: Any, rules: str, flags: str) -> None:
+    assert sglang_about(Trace(node, rules, ()), "oom").flags == flags
+
+
+def test_a_truncation_alignment_is_told_beside_the_flags() -> None:
+    rules = replace(Trace(INCIDENT_NODE, "upstream", ()).accounting_rules, truncation_align=256)
+    told = sglang_about(Trace(INCIDENT_NODE, rules, ()), "oom")
+    assert "--enable-deterministic-inference" in str(told.flags) and "256 tokens" in str(told.beside_flags)
+
+
+def test_vllms_report_has_what_decides_it() -> None:
+    about = vllm_module("about").about
+    node = node_settings(page_size=4, checkpoint_align=4, chunked_prefill_size=16, pool_tokens=44, host_tokens=0)
+    trace = Trace(node, "upstream", (Submit("A", prompt(("a", 40))), Drain()))
+    told = about(trace, "stuck", align=True, startup_blocks=12)
+    assert "--block-size 4 --num-gpu-blocks-override 12" in told.flags and "--mamba-cache-mode align" in told.flags
+    notes = " ".join(told.notes)
+    for said in (
+        "hybrid",
+        "mamba_cache_mode align",
+        "prefix caching",
+        "vllm#52520",
+        "refuses to start",
+        "two from the",
+    ):
+        assert said in notes
+    assert "so a server starts with this" in " ".join(about(trace, "stuck", align=True, startup_blocks=11).notes)
+    strict = about(trace, "admitted-finishes", align=False)
+    assert "by design" in " ".join(strict.notes) and "does not promise" in strict.expected
+    assert "mamba" not in " ".join((strict.flags, *strict.notes))

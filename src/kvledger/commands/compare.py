@@ -64,6 +64,8 @@ def _targets(shell: Shell) -> Callable[[str], dict[str, TargetFactory]]:
         names = text.split(",")
         if len(names) < 2:  # noqa: PLR2004 - a comparison has two sides
             raise argparse.ArgumentTypeError(f"{show(text)} is one target; name two or more, with a comma between")
+        if not all(names):
+            raise argparse.ArgumentTypeError(f"{show(text)} names no target beside a comma")
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise argparse.ArgumentTypeError(f"{show(twice)} is there twice")

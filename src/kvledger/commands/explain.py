@@ -77,4 +77,4 @@ def _other_run(replayed: Replayed, options: argparse.Namespace, in_errors: str) 
         return None
     rules: AccountingRules = PRESETS[options.against]
     outcome = checked_replay(replayed.trace, rules, target=options.target, source=in_errors)
-    return Replayed(replayed.source, replayed.trace, rules, outcome)
+    return Replayed(replayed.source, replayed.trace, rules, outcome, shows_figures=replayed.shows_figures)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Mapping
@@ -16,6 +17,10 @@ from kvledger.schema import escaped
 
 DEFAULT_FOLDER = "kvledger-upstream"
 WRITTEN, NOTHING_BROKE = 0, 1
+
+
+class OtherReport(Exception):
+    """A file of another report is in the way: its path."""
 
 
 def add_upstream(commands: Any, shell: Shell) -> None:
@@ -48,7 +53,7 @@ def add_upstream(commands: Any, shell: Shell) -> None:
         folder = Path(options.output)
         try:
             _save(folder, bundle.files)
-        except FileExistsError as error:
+        except OtherReport as error:
             raise shell.error(f"upstream: {shown_path(str(error))}: is there already, and is another report") from None
         except OSError as error:
             place = shown_path(os.fsdecode(error.filename or folder))
@@ -64,14 +69,17 @@ def add_upstream(commands: Any, shell: Shell) -> None:
 
 
 def _save(folder: Path, files: Mapping[str, str]) -> None:
-    """All or none: what is there already must be the same. FileExistsError names what is not; OSError, ValueError."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """All or none: what is there already must be the same. OtherReport names what is not; OSError, ValueError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder) from None
     missing = []
     for name, text in files.items():
         path = folder / name
         if not path.exists():
             missing.append(name)
         elif path.read_bytes() != text.encode():
-            raise FileExistsError(str(path))
+            raise OtherReport(str(path))
     for name in missing:
         write_whole(folder / name, [files[name]])

@@ -13,7 +13,7 @@ from kvledger.trace import Trace
 class Replayed:
     """A trace that was replayed: where it came from, the rules in force, and how it ended.
 
-    `skipped` are the invariants that could not be asked of the target.
+    `skipped` are the invariants that could not be asked of the target, which may not show a ledger's figures either.
     """
 
     source: str
@@ -21,6 +21,7 @@ class Replayed:
     rules: AccountingRules
     outcome: Outcome
     skipped: tuple[str, ...] = ()
+    shows_figures: bool = True
 
     @property
     def preset(self) -> str | None:

@@ -9,7 +9,8 @@ from importlib import metadata
 from kvledger.events import Drain
 from kvledger.replay import TargetFactory
 from kvledger.report.recording import Recording, record
-from kvledger.report.upstream import upstream_lines
+from kvledger.report.upstream import Sources, upstream_lines
+from kvledger.targets.about import About
 from kvledger.targets.standalone import script
 from kvledger.trace import Trace, dumps
 
@@ -36,7 +37,9 @@ def bundle_of(trace: Trace, target: TargetFactory, *, source: str = "trace") -> 
     versions = versions_of(target)
     text, no_script = _script(recording, target, versions)
     name: str = getattr(target, "__name__", "target")
-    lines = upstream_lines(recording, name, versions, SCRIPT if text else None, TRACE)
+    tells: Callable[[Trace, str], About] | None = getattr(target, "about", None)
+    about = None if tells is None else tells(recording.trace, recording.outcome.verdict)
+    lines = upstream_lines(recording, Sources(name, versions, TRACE, SCRIPT if text else None, about))
     files = {REPORT: "\n".join(lines) + "\n"}
     if text is not None:
         files[SCRIPT] = text

@@ -28,7 +28,9 @@ _NOT_SHOWN = "not shown"
 def comparison_lines(comparison: Comparison, source: str, bars: Bars, *, all_rounds: bool = False) -> list[Line]:
     """The trace, then each pair of targets, in 100 columns."""
     first = comparison.runs[0]
-    lines = unstyled(heading_lines(Replayed(source, comparison.trace, comparison.rules, first.outcome)))
+    shown = any(run.shows_figures for run in comparison.runs)
+    replayed = Replayed(source, comparison.trace, comparison.rules, first.outcome, shows_figures=shown)
+    lines = unstyled(heading_lines(replayed))
     for pair in comparison.pairs:
         lines += [[], *pair_lines(pair, bars, all_rounds=all_rounds)]
     if len(comparison.pairs) > 1:
@@ -46,6 +48,9 @@ def pair_lines(pair: Pair, bars: Bars, *, all_rounds: bool = False) -> list[Line
     verdict = wrapped(f"{names[0]} and {names[1]} {_agreement(pair)}", 6)
     lines = unstyled(verdict, "bold" if pair.same else "bold red")
     lines += unstyled(wrapped(_what_is_compared(pair), 6))
+    if pair.same and pair.one.outcome.verdict != pair.other.outcome.verdict:
+        words = "their verdicts differ because one was asked what the other was not (see `not asked`)"
+        lines += unstyled(wrapped(words, 6))
     lines += [[], *unstyled(_row("", names))]
     if pair.difference is not None:
         lines += unstyled(_difference_lines(pair, pair.difference))
@@ -78,11 +83,15 @@ def _what_is_compared(pair: Pair) -> str:
     mute = [short_name(run.target, NAME_COLUMNS) for run in (pair.one, pair.other) if not run.tells_decisions]
     words = "compared: every decision, in order"
     if mute:
-        words = f"compared: the chunks of every batch, in order, because {' and '.join(mute)} tells no decisions"
+        words = f"compared: the chunks of every batch, in order, because {_none_of(mute, 'tell', 'no decisions')}"
     blind = [short_name(run.target, NAME_COLUMNS) for run in (pair.one, pair.other) if not run.shows_figures]
     if blind:
-        return f"{words}; no figures of the ledger, because {' and '.join(blind)} shows none"
+        return f"{words}; no figures of the ledger, because {_none_of(blind, 'show', 'none')}"
     return f"{words}, and {', '.join(LEDGER_FIGURES)} after it"
+
+
+def _none_of(names: Sequence[str], verb: str, what: str) -> str:
+    return f"{' and '.join(names)} {verb}{'s' if len(names) == 1 else ''} {what}"
 
 
 # --- the difference

@@ -22,11 +22,14 @@ def explanation_lines(diagnosis: Diagnosis) -> list[str]:
         parts.append(("promises", "nothing broke: whatever was admitted could finish its prefill"))
     else:
         if diagnosis.broken_promise is None:
-            parts.append(("promises", "nothing that was admitted went short"))
+            preempted = any(record.rolled_back for record in diagnosis.outcome.rounds)
+            kept = "none that it keeps: it preempted what it had admitted"
+            parts.append(("promises", kept if preempted else "nothing that was admitted went short"))
         else:
             parts += _promise_parts(diagnosis, diagnosis.broken_promise)
         parts += [("broken", words) for words in _broken(diagnosis.outcome)]
-        parts.append(("avoided by", _avoided(diagnosis)))
+        if diagnosis.switched:
+            parts.append(("avoided by", _avoided(diagnosis)))
     return [line for label, words in parts for line in wrapped(f"{label:<{_LABEL_COLUMNS}}{words}", _LABEL_COLUMNS)]
 
 
@@ -60,7 +63,11 @@ def _verdict(diagnosis: Diagnosis) -> str:
 
 def _promise_parts(diagnosis: Diagnosis, promise: BrokenPromise) -> Iterator[tuple[str, str]]:
     yield "promise", f"{_promised(promise)}, made in round {promise.round}{_made_by(diagnosis.outcome, promise)}"
-    yield "spent by", _spent(diagnosis.spent_by, decoded_since(diagnosis.outcome, promise.round))
+    failure = diagnosis.outcome.failure
+    if failure is not None and not failure.known and not diagnosis.spent_by:
+        yield "spent by", "not known: the round's chunks were not told before one of them failed"
+    else:
+        yield "spent by", _spent(diagnosis.spent_by, decoded_since(diagnosis.outcome, promise.round))
     yield "too late", _too_late(diagnosis)
 
 
@@ -103,7 +110,12 @@ def _too_late(diagnosis: Diagnosis) -> str:
     point, searched = diagnosis.point_of_no_return, diagnosis.searched
     tried = f"{searched.continuations} continuations tried{'' if searched.complete else ', more were possible'}"
     if point is None and not searched.continuations:
-        return "not known: this target does not show its decisions"
+        return "not known: the target shows no decision before it"
+    if point is not None and not searched.continuations:
+        return f"from {_decision_words(point.kind, point.request)} in round {point.round} on, which failed half-way"
+    failure = diagnosis.outcome.failure
+    if point is None and failure is not None:
+        return f"not before it failed: each decision that was told before could have been lived with ({tried})"
     if point is None:
         return f"at no time: with nobody else let in, what came back was enough ({tried})"
     words = f"from {_decision_words(point.kind, point.request)} in round {point.round} on: whoever else was refused"

@@ -47,11 +47,8 @@ class Explanation:
     promise: BrokenPromise | None = None
 
 
-def explain(recording: Recording, *, ours: bool = True) -> Explanation:
-    """The words for a recording. What is not known is not said.
-
-    `ours`: told is also what is kvledger's own: the invariant that broke first, and which of its rules would help.
-    """
+def explain(recording: Recording) -> Explanation:
+    """The words for a recording. What is not known is not said."""
     outcome = recording.outcome
     headline = _headline(outcome)
     if outcome.verdict == "ok":
@@ -63,8 +60,8 @@ def explain(recording: Recording, *, ours: bool = True) -> Explanation:
         breach = find_breach(recording.history)
         promise, spent = (breach.promise, breach.spent_by) if breach is not None else (None, ())
     lead = _lead(promise, spent, outcome) if promise is not None else _first_broken(outcome)
-    details = [*_unwritten(recording, promise), *(_reason(outcome) if ours else [])]
-    details += _diagnosed(diagnosis, ours) if diagnosis is not None else [_too_long(outcome)]
+    details = [*_unwritten(recording, promise), *_reason(outcome)]
+    details += _diagnosed(diagnosis) if diagnosis is not None else [_too_long(outcome)]
     return Explanation(
         headline,
         lead,
@@ -100,7 +97,7 @@ def _headline(outcome: Outcome) -> Words:
 def failure_words(failure: AllocationFailure) -> Words:
     """Who asked for how much, and what there was."""
     figures = f" wanted {failure.wanted} tokens; free {failure.free}, evictable {failure.evictable}"
-    return [Name(failure.request), figures]
+    return [Name(failure.request) if failure.known else failure.request, figures]
 
 
 def counted(count: int, noun: str) -> str:
@@ -179,10 +176,12 @@ def _reason(outcome: Outcome) -> list[Words]:
 # --- the diagnosis
 
 
-def _diagnosed(diagnosis: Diagnosis, ours: bool) -> list[Words]:
+def _diagnosed(diagnosis: Diagnosis) -> list[Words]:
     details: list[Words] = []
     point, searched = diagnosis.point_of_no_return, diagnosis.searched
-    if point is not None:
+    if point is not None and not searched.continuations:
+        details.append(["The admission of ", Name(point.request), f" in round {point.round} itself failed half-way."])
+    elif point is not None:
         limits = "" if searched.complete else ", as far as the search's limits let it look"
         failed = diagnosis.outcome.failure is not None or diagnosis.outcome.stuck is not None
         early = "" if failed else ", unless transfers come early, as they did"
@@ -197,7 +196,7 @@ def _diagnosed(diagnosis: Diagnosis, ours: bool) -> list[Words]:
         )
     elif diagnosis.broken_promise is not None and searched.continuations:
         details.append(["The promises could still have been kept to the end: there is no point of no return."])
-    if not ours:
+    if not diagnosis.switched:
         return details
     if diagnosis.avoided_by is None:
         details.append(["No change of one or two of the rules' switches makes this trace end ok."])

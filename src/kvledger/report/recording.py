@@ -12,6 +12,7 @@ from kvledger.record import RoundRecord, Snapshot
 from kvledger.replay import Outcome, Target, TargetFactory, replay
 from kvledger.report import Replayed
 from kvledger.rules import AccountingRules
+from kvledger.runs import SHOWS_FIGURES
 from kvledger.trace import Trace
 
 
@@ -106,7 +107,6 @@ class _Recorder(Witness):
 
     def attach(self, target: Target, settings: NodeSettings, rules: AccountingRules) -> None:
         super().attach(target, settings, rules)
-        self.capabilities = target.capabilities
         self.start = _pool(self.evidence.after)
 
     def after_round(self, record: RoundRecord) -> None:
@@ -139,7 +139,7 @@ def record(
             begins, needed = surroundings.of_round(index)
             rounds.append(RoundView(outcome.rounds[len(rounds)], begins, needed, pool))
     return Recording(
-        Replayed(source, trace, rules, outcome, tuple(recorder.skipped)),
+        Replayed(source, trace, rules, outcome, tuple(recorder.skipped), recorder.capabilities >= SHOWS_FIGURES),
         recorder.capabilities,
         recorder.start,
         tuple(rounds),

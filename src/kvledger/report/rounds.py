@@ -23,11 +23,12 @@ REASON_COLUMNS = 200
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What all rounds of a report share. `everything`: long batches are not cut."""
+    """What all rounds share. `everything`: long batches are not cut; `figures`: there is a ledger to show."""
 
     page_size: int
     name_columns: int
     everything: bool = False
+    figures: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,9 @@ def gap_lines(gap: Gap) -> list[str]:
 
 def round_lines(record: RoundRecord, broken: Sequence[Broken], layout: Layout) -> list[str]:
     """The decisions in their order, what is promised when they end, and what the round leaves."""
-    lines = [padded(f"round {record.round}", LEFT_COLUMNS) + _columns("baseline", "cur_rem", "rem_total", "rem_chunk")]
+    lines = [f"round {record.round}"]
+    if layout.figures:
+        lines = [padded(lines[0], LEFT_COLUMNS) + _columns("baseline", "cur_rem", "rem_total", "rem_chunk")]
     lines += _decision_lines(record.decisions, layout) or ["  nothing to decide"]
     lines += _promise_lines(record, layout.everything)
     lines += _decode_lines(record)
@@ -122,7 +125,8 @@ def _decision_lines(decisions: Sequence[Decision], layout: Layout) -> list[str]:
             lines.append(f"  ... {left_out} more admitted whole")
             left_out = 0
         name = padded(named(decision.request), layout.name_columns)
-        lines += _row(f"  {name}  {decision.kind:<9}  {_what(decision)}", _notes(decision, layout.page_size), decision)
+        core, notes = f"  {name}  {decision.kind:<9}  {_what(decision)}", _notes(decision, layout.page_size)
+        lines += _row(core, notes, decision if layout.figures else None)
     return lines
 
 
@@ -152,18 +156,18 @@ def _notes(decision: Decision, page_size: int) -> list[str]:
     return [note for note, applies in notes if applies]
 
 
-def _row(core: str, notes: list[str], decision: Decision) -> list[str]:
-    """One decision and its figures; what does not fit left of the figures goes above or below."""
-    figures = _columns(
-        decision.baseline, decision.cur_rem_tokens, decision.rem_total_tokens, size_word(decision.rem_chunk_tokens, "-")
-    )
+def _row(core: str, notes: list[str], figures_of: Decision | None) -> list[str]:
+    """One decision and its figures, if they are shown; what does not fit left of the figures goes above or below."""
+    d = figures_of
+    chunk = None if d is None else size_word(d.rem_chunk_tokens, "-")
+    figures = "" if d is None else _columns(d.baseline, d.cur_rem_tokens, d.rem_total_tokens, chunk)
     left, below = core, list(notes)
     while below and width(left) + 2 + width(below[0]) <= LEFT_COLUMNS:
         left += f"  {below.pop(0)}"
     above = []
     if width(left) > LEFT_COLUMNS:
         above, left, below = [left], " " * 6 + "  ".join(below), []
-    return [*above, padded(left, LEFT_COLUMNS) + figures, *([f"      {'  '.join(below)}"] if below else [])]
+    return [*above, (padded(left, LEFT_COLUMNS) + figures).rstrip(), *([f"      {'  '.join(below)}"] if below else [])]
 
 
 def size_word(size: int | None, word: str) -> str:

@@ -30,6 +30,11 @@ ALIGNED_NAME_COLUMNS = 16
 TITLE_COLUMNS = 300
 REASON_COLUMNS = 400
 NAMES_SHOWN = 5
+_LEDGER = (
+    "Figures are tokens: the ledger's baseline, cur_rem_tokens, rem_total_tokens and rem_chunk_tokens",
+    "as they stood right after each decision.",
+)
+_NO_LEDGER = ("Figures are tokens. Those of a ledger are not among them: this target shows none.",)
 REJECTIONS_SHOWN = 10
 
 
@@ -37,7 +42,8 @@ def replay_lines(replayed: Replayed, *, all_rounds: bool = False) -> list[str]:
     """The whole report of one trace. `all_rounds` leaves nothing out."""
     outcome = replayed.outcome
     shown = [*outcome.rounds] if all_rounds else rounds_to_show(outcome)
-    layout = Layout(replayed.trace.node.page_size, _name_columns(outcome), everything=all_rounds)
+    page_size, names = replayed.trace.node.page_size, _name_columns(outcome)
+    layout = Layout(page_size, names, everything=all_rounds, figures=replayed.shows_figures)
     lines = heading_lines(replayed)
     for each in shown:
         lines.append("")
@@ -99,8 +105,7 @@ def heading_lines(replayed: Replayed) -> list[str]:
         *wrapped(f"rules  {replayed.preset or 'own switches'} ({_switches(replayed.rules)})", 7),
         *wrapped(f"node   {sizes}", 7),
         *_start_lines(trace.events),
-        "Figures are tokens: the ledger's baseline, cur_rem_tokens, rem_total_tokens and rem_chunk_tokens",
-        "as they stood right after each decision.",
+        *(_LEDGER if replayed.shows_figures else _NO_LEDGER),
     ]
 
 

@@ -1,103 +1,104 @@
 """A failing trace as a report for another project, in Markdown: facts, figures, and how to repeat them.
 
-Names, titles and messages come from traces: names stand in code spans, and everything else is escaped.
+Its reader knows that project and not kvledger, so whatever is kvledger's own word is avoided or explained.
 """
 
 from __future__ import annotations
 
-import html
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from kvledger import __version__
-from kvledger.events import Cached, Decode, Drain, Event, Hold, Release, Round, Submit
 from kvledger.invariants import INVARIANTS
-from kvledger.node import NodeSettings
-from kvledger.record import Decision, RoundRecord
-from kvledger.replay import Outcome
-from kvledger.report.explanation import explain
-from kvledger.report.markup import Name, Words
-from kvledger.report.plain import named, plain
-from kvledger.report.recording import Pool, Recording, Step
-from kvledger.report.rounds import Gap, rounds_to_show
+from kvledger.report.markdown import code, escaped, table
+from kvledger.report.recording import Recording
+from kvledger.report.upstream_rounds import event_rows, round_lines, terms
+from kvledger.report.upstream_story import Story, story_of
+from kvledger.targets.about import About
+from kvledger.targets.standalone import looked_for
 
-MESSAGE_COLUMNS = 400
-TITLE_COLUMNS = 120
-_EXPECTED = {
-    "oom": "an admitted prompt can always finish its prefill",
-    "stuck": "with nothing in flight and nothing arriving, whatever fits an empty pool is served",
-    "admitted-finishes": "an admitted prompt finishes its prefill, and does not begin it again",
-    "promises-covered": "what is free or evictable is enough for the rest of every admitted prompt",
-    "never-forced": "no chunk runs although nothing remains for it",
-    "never-raises": "a scheduler answers, whatever happens",
-}
-_REASONS = {invariant.name: invariant.reason for invariant in INVARIANTS}
+FLAGS_COLUMNS = 1000
+NOTE_COLUMNS = 2000
 
 
-def upstream_lines(
-    recording: Recording, target: str, versions: Mapping[str, str], script: str | None, trace: str
-) -> list[str]:
-    """The report's lines. `script` and `trace` are the names of the files beside it; None: there is no script."""
-    outcome = recording.outcome
-    died = outcome.failure is not None or outcome.stuck is not None
-    explanation = explain(recording, ours=False)
-    sentences = [explanation.headline] if died or explanation.lead is None else []
-    sentences += [explanation.lead] if explanation.lead is not None else []
-    sentences += explanation.details
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where a report comes from. `script` and `trace` are names of the files beside it; no script: None."""
+
+    target: str
+    versions: Mapping[str, str]
+    trace: str
+    script: str | None = None
+    about: About | None = field(default=None)
+
+
+def upstream_lines(recording: Recording, sources: Sources) -> list[str]:
+    """The report's lines."""
+    about = sources.about
+    story = story_of(recording)
+    expected = about.expected if about is not None and about.expected is not None else story.expected
     return [
-        f"# {_title(outcome)}",
+        f"# {story.title}",
         "",
-        *_versions(target, versions),
+        " ".join(story.sentences),
         "",
-        " ".join(_sentence(words) for words in sentences),
+        *_short(recording.trace.title),
+        *_notes(about),
+        f"- Expected: {escaped(expected)}.",
+        f"- Actual: {story.actual}.",
+        "",
+        "## Version, code and settings",
+        "",
+        *_versions(sources),
+        "",
+        *_settings(recording, about),
         "",
         "## The trace",
         "",
-        *([f"{escaped(recording.trace.title.rstrip('.'))}.", ""] if recording.trace.title else []),
-        *_node_lines(recording),
-        "",
-        *_table(("", "event", "what", "tokens"), _event_rows(recording.trace.events)),
+        *table(("", "event", "what", "tokens"), event_rows(recording.trace)),
         "",
         "## Round by round",
         "",
-        *_round_lines(recording),
-        "## Expected and actual",
+        *terms(recording),
         "",
-        f"- Expected: {_expected(outcome)}.",
-        f"- Actual: {_actual(outcome)}.",
-        "",
+        *round_lines(recording, story),
         "## How to run it",
         "",
-        *_how_to_run(versions, script, trace),
+        *_how_to_run(recording, sources, story),
     ]
 
 
-def _title(outcome: Outcome) -> str:
-    if outcome.failure is not None:
-        return f"Out of memory: {code(outcome.failure.request)} was admitted, and its prefill finds no slots"
-    if outcome.stuck is not None:
-        return f"Stuck: {code(outcome.stuck.request)} waits for ever"
-    first = outcome.broken[0]
-    if first.invariant == "admitted-finishes":
-        return f"Thrown away: {code(first.request or '?')} was admitted, and begins its prefill again"
-    return f"{first.invariant}: {escaped(first.message[:TITLE_COLUMNS])}"
+def _short(title: str) -> Iterator[str]:
+    """A title that the search gave says, in kvledger's words, what the report says already."""
+    if title and title.partition(":")[0] not in {invariant.name for invariant in INVARIANTS}:
+        yield f"In short: {escaped(title.rstrip('.'))}."
+        yield ""
 
 
-def _versions(target: str, versions: Mapping[str, str]) -> Iterator[str]:
-    seen = ", ".join(f"{name} {version}" for name, version in versions.items())
+def _notes(about: About | None) -> Iterator[str]:
+    for note in about.notes if about is not None else ():
+        yield escaped(note, NOTE_COLUMNS)
+        yield ""
+
+
+# --- where it was seen
+
+
+def _versions(sources: Sources) -> Iterator[str]:
+    seen = ", ".join(f"{name} {version}" for name, version in sources.versions.items())
     yield f"Seen with {escaped(seen)}." if seen else "Seen with the scheduler as it is."
-    yield f"Found by kvledger {__version__}, which drives its code on a CPU, without a model (target {code(target)})."
+    yield ""
+    yield (
+        f"Found by kvledger {__version__}, which drives a scheduler on a CPU, without a model (target "
+        f"{code(sources.target)})."
+    )
+    if sources.about is not None:
+        yield ""
+        yield f"Whose code ran: {escaped(sources.about.whose_code, NOTE_COLUMNS)}"
 
 
-def _sentence(words: Words) -> str:
-    return "".join(code(word) if isinstance(word, Name) else escaped(word) for word in words)
-
-
-# --- the trace
-
-
-def _node_lines(recording: Recording) -> Iterator[str]:
-    node: NodeSettings = recording.trace.node
+def _settings(recording: Recording, about: About | None) -> Iterator[str]:
+    node = recording.trace.node
     sizes: list[tuple[str, object]] = [
         ("page", node.page_size),
         ("chunk", node.chunked_prefill_size or "off"),
@@ -116,157 +117,37 @@ def _node_lines(recording: Recording) -> Iterator[str]:
     words += ["mixed chunks"] * node.mixed_chunk
     mode = "One prefill node" if node.mode == "prefill" else "One node that prefills and decodes"
     yield f"{mode}; sizes in tokens: {', '.join(words)}."
-
-
-def _event_rows(events: Sequence[Event]) -> Iterator[tuple[str, ...]]:
-    for number, event in enumerate(events, start=1):
-        yield (str(number), *_event_cells(event))
-
-
-def _event_cells(event: Event) -> tuple[str, str, str]:
-    match event:
-        case Submit(request, prompt, output):
-            more = f", up to {output.max_new_tokens} new tokens" if output.max_new_tokens > 1 else ""
-            return "submit", f"{code(request)}: {_runs(prompt.segments)}{more}", str(prompt.tokens)
-        case Cached(tier, prompt, locked):
-            where = f"cached on the {tier}{', locked' if locked else ''}"
-            return where, _runs(prompt.segments), str(prompt.tokens)
-        case Hold(name, tokens):
-            return "hold", code(name), str(tokens)
-        case Release(name, released):
-            return "release", code(name), "all" if released is None else str(released)
-        case Round():
-            return "round", "one round of the scheduler", ""
-        case Decode():
-            return "decode", "one decode round", ""
-        case Drain():
-            return "drain", "rounds until nothing is left to prefill; transfers end as late as they can", ""
-    return type(event).__name__.lower(), code(event.request), ""
-
-
-def _runs(segments: Iterable[tuple[str, int]]) -> str:
-    """Two prompts share a prefix as far as these runs agree."""
-    return " + ".join(f"{tokens} of {code(segment)}" for segment, tokens in segments)
-
-
-# --- the rounds
-
-
-def _round_lines(recording: Recording) -> Iterator[str]:
-    steps = [step for step in recording.steps if isinstance(step.event, Round)]
-    by_round = {view.record.round: (step, view.pool) for view, step in zip(recording.rounds, steps, strict=True)}
-    for shown in rounds_to_show(recording.outcome):
-        if isinstance(shown, Gap):
-            yield f"Rounds {shown.records[0].round} to {shown.records[-1].round} show nothing new."
-        else:
-            yield f"Round {shown.round}:"
-            yield ""
-            yield from _decision_table(shown, figures=recording.shows_ledger)
-            yield ""
-            yield " ".join(_after(shown, *by_round[shown.round]))
+    if about is not None and about.flags:
         yield ""
+        yield "On a server these are:"
+        yield ""
+        yield f"    {about.flags[:FLAGS_COLUMNS]}"
+    if about is not None and about.beside_flags:
+        yield ""
+        yield escaped(about.beside_flags, NOTE_COLUMNS)
 
 
-def _decision_table(record: RoundRecord, *, figures: bool) -> list[str]:
-    if not record.decisions:
-        return ["No chunk, and no refusal."]
-    columns = ("request", "decision", "chunk", "left after it", "loaded back")
-    more = ("promised", "baseline", "cur_rem_tokens", "rem_total_tokens", "rem_chunk_tokens") if figures else ()
-    return _table((*columns, *more), (_decision_cells(each, record, figures) for each in record.decisions))
+# --- how to repeat it
 
 
-def _decision_cells(decision: Decision, record: RoundRecord, figures: bool) -> tuple[str, ...]:
-    chunk = f"{decision.start}..{decision.end} of {decision.prompt_tokens}" if decision.joined else ""
-    kind = f"refused, {decision.reason}" if decision.kind == "refused" else decision.kind
-    cells = (
-        code(decision.request),
-        kind + (", forced" if decision.forced else ""),
-        chunk,
-        str(decision.tail_tokens) if decision.joined else "",
-        str(decision.load_back or ""),
+def _how_to_run(recording: Recording, sources: Sources, story: Story) -> Iterator[str]:
+    if sources.script is None:
+        yield f"With kvledger: `kvledger replay {sources.trace}`, with the scheduler as its `--target`."
+        return
+    needs = " and ".join(f"{name} {version}" for name, version in sources.versions.items())
+    yield (
+        f"`python {sources.script}` needs {escaped(needs or 'the scheduler itself')}, and nothing of kvledger. A CPU "
+        "is enough. It plays the trace and prints each round. Its exit status:"
     )
-    if not figures:
-        return cells
-    values = (decision.baseline, decision.cur_rem_tokens, decision.rem_total_tokens, decision.rem_chunk_tokens)
-    return (*cells, _promised(decision, record), *("" if value is None else str(value) for value in values))
-
-
-def _promised(decision: Decision, record: RoundRecord) -> str:
-    tokens: dict[str, int] = {}
-    for promise in record.promises if decision.joined or decision.kind == "deferred" else ():
-        if promise.request == decision.request:
-            tokens[str(promise.due)] = tokens.get(str(promise.due), 0) + promise.tokens
-    return " + ".join(f"{count} {due}" for due, count in tokens.items())
-
-
-def _after(record: RoundRecord, step: Step, pool: Pool) -> Iterator[str]:
-    """What the round left, and whether that is enough for what it has admitted."""
-    for names, what in (
-        (record.decoded, "Decoded: {}."),
-        (record.finished, "Finished: {}."),
-        (record.retracted, "Sent back while decoding: {}."),
-        (record.rolled_back, "**Thrown away: the admitted prefill of {}.**"),
-        (record.loading, "Still being loaded: {}."),
-    ):
-        if names:
-            yield what.format(", ".join(map(code, names)))
-    if record.failure is not None:
-        failure = record.failure
+    yield ""
+    if looked_for(recording.outcome):
+        yield f"- 1: it fails as reported ({story.short});"
+        yield "- 0: it was looked for and is not there, as after a fix;"
+        yield "- 2: it could not run (a missing module, another exception), so nothing is shown."
+    else:
         yield (
-            f"**Out of memory**: {code(failure.request)} wanted {failure.wanted} tokens, with {failure.free} free "
-            f"and {failure.evictable} evictable."
+            f"- 2, always: it repeats the rounds, but cannot see what is reported ({story.short}), so it shows "
+            f"neither that it is there nor that it is mended. `kvledger replay {sources.trace}` can."
         )
-        return
-    yield f"After it {pool.free} tokens are free and {pool.evictable} evictable."
-    if step.slack is not None:
-        yield f"What was admitted still needs {pool.baseline - step.slack}."
-    if step.slack is not None and step.slack < 0:
-        yield f"**{-step.slack} too few.**"
-
-
-# --- the end
-
-
-def _expected(outcome: Outcome) -> str:
-    known = _EXPECTED.get(outcome.verdict)
-    return known or f"{outcome.verdict} holds ({escaped(_REASONS.get(outcome.verdict, 'the target asks for it'))})"
-
-
-def _actual(outcome: Outcome) -> str:
-    if outcome.failure is not None:
-        return f"round {outcome.rounds[-1].round}: {escaped(outcome.failure.message)}"
-    if outcome.stuck is not None:
-        return f"round {outcome.stuck.round}: {escaped(outcome.stuck.message)}"
-    return f"round {outcome.broken[0].round}: {escaped(outcome.broken[0].message)}"
-
-
-def _how_to_run(versions: Mapping[str, str], script: str | None, trace: str) -> Iterator[str]:
-    if script is None:
-        yield f"With kvledger: `kvledger replay {trace}`, with the scheduler as its `--target`."
-        return
-    needs = " and ".join(f"{name} {version}" for name, version in versions.items())
-    yield f"`python {script}` needs {escaped(needs or 'the scheduler itself')}, and nothing of kvledger. It plays the"
-    yield "trace, prints each round, and ends with status 1 if it fails as reported, 0 if it does not. A CPU is enough."
-    yield f"`{trace}` is the same trace for `kvledger replay`."
-
-
-# --- Markdown
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    return [_row(head), _row(["---"] * len(head)), *map(_row, rows)]
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def code(name: str) -> str:
-    """A name as a code span that neither ends early nor starts a table cell."""
-    return f"`{named(name).replace('`', chr(39)).replace('|', chr(92) + '|')}`"
-
-
-def escaped(text: str) -> str:
-    """Text in which nothing is markup, a mention or a link."""
-    safe = html.escape(plain(text, MESSAGE_COLUMNS), quote=False)
-    return re.sub(r"([\\`*_\[\]|~#])", r"\\\1", safe).replace("@", "&#64;")
+    yield ""
+    yield f"`{sources.trace}` is the same trace for `kvledger replay`."

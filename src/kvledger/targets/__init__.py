@@ -30,13 +30,16 @@ def find_target(name: str) -> TargetFactory:
     if not isinstance(registered, str):
         return registered
     module_name, colon, attribute = registered.partition(":")
-    if not colon:
+    if not (module_name and colon and attribute):
         raise ValueError(f"{name!r} is neither one of {', '.join(TARGETS)} nor package.module:attribute")
     try:
         with _here_importable():
             factory: Any = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{name!r}: {error}") from error
+    except Exception as error:
+        words = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{name!r}: importing it raised {type(error).__name__}: {words}") from error
     if not callable(factory) or (isinstance(factory, type) and not _has_protocol(factory)):
         raise ValueError(f"{name!r} does not make a kvledger target: see kvledger.replay.Target")
     return factory  # type: ignore[no-any-return]

@@ -80,7 +80,7 @@ class CountedWorld:
     def abort(self, name: str) -> None:
         if name in self.target.prompt_tokens:
             self._end(name)
-        elif name in self.target.waiting_tokens and self.target.cancel(name):
+        elif name in self.target.waiting_tokens and self.target.cancel(name) is not False:
             del self.target.waiting_tokens[name]
 
     def _end(self, name: str) -> None:
@@ -114,3 +114,8 @@ class CountedWorld:
 
     def thrown_away(self) -> list[str]:
         return []
+
+    def lost(self) -> int:
+        pool_tokens = self.node.pool_pages * self.node.page_size
+        owned_tokens: int = self.target.free_tokens() + sum(self.target.allocated_tokens().values())
+        return pool_tokens - owned_tokens

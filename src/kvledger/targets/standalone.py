@@ -7,6 +7,7 @@ A target offers `standalone(trace)`: the text of a module that defines `World(no
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from importlib import resources
@@ -15,6 +16,30 @@ from kvledger import __version__
 from kvledger.replay import Outcome
 from kvledger.schema import escaped
 from kvledger.trace import Trace, to_document
+
+LOOKED_FOR: dict[str, tuple[str, ...]] = {
+    "oom": ("oom",),
+    "admitted-finishes": ("preempted", "begun again", "oom"),
+    "promises-covered": ("short", "oom"),
+    "stuck": ("stuck",),
+    "progress": ("stuck",),
+    "never-raises": ("raised",),
+    "conserved": ("lost",),
+    "quiescent": ("not given back",),
+    "one-half-done": ("two half done",),
+    "everyone-served": ("never served",),
+}
+"""What a run of a script must show for a report of that verdict; what is not here it cannot show."""
+
+
+def looked_for(outcome: Outcome) -> tuple[str, ...]:
+    """What the script of this outcome looks for; nothing if it has no eyes for it."""
+    verdict = outcome.verdict
+    if verdict == "never-forced" and any(each.invariant == "promises-covered" for each in outcome.broken):
+        return LOOKED_FOR["promises-covered"]  # forced chunks show themselves by what is missing, if anything is
+    if verdict == "conserved" and "host tier" in outcome.broken[0].message:
+        return ()
+    return LOOKED_FOR.get(verdict, ())
 
 
 class NoScriptError(ValueError):
@@ -32,9 +57,12 @@ def script(trace: Trace, outcome: Outcome, world: str, versions: Mapping[str, st
     parts = [
         f"# {escaped(trace.title, 110)}" if trace.title else "",
         f"# Made by kvledger {__version__}, of which it needs nothing. Recorded with {needs}.",
-        f"# Run it: python {name}. Exit status 1: it fails as reported; 0: it does not.",
+        f"# Run it: python {name}",
+        "# Exit status: 1, it fails as reported; 0, it does not; 2, it could not run, or cannot show what is reported.",
         "",
         "from __future__ import annotations",
+        "",
+        body_of("A script that cannot start ends with status 2.", packaged("script_head.py")),
         "",
         *_data(trace, outcome),
         "",
@@ -43,7 +71,7 @@ def script(trace: Trace, outcome: Outcome, world: str, versions: Mapping[str, st
         body_of("What plays the events.", packaged("script_runner.py")),
         "",
         'if __name__ == "__main__":',
-        '    sys.exit(main(World(NODE, RULES), NODE["page_size"], EVENTS, RECORDED, VERDICT))',
+        '    sys.exit(main(World(NODE, RULES), NODE["page_size"], EVENTS, RECORDED, VERDICT, LOOKED_FOR, RAISES))',
         "",
     ]
     text = "\n".join(parts).lstrip("\n")
@@ -64,6 +92,10 @@ def _data(trace: Trace, outcome: Outcome) -> Iterator[str]:
     yield from (f"    {[[d.request, d.start, d.end] for d in record.joined]!r}," for record in records)
     yield "]"
     yield f"VERDICT = {outcome.verdict!r}"
+    yield f"LOOKED_FOR = {list(looked_for(outcome))!r}"
+    raised = next((each.message for each in outcome.broken if each.invariant == "never-raises"), None)
+    # its message begins with the exception's type
+    yield f"RAISES = {raised and re.split(r'[ :]', raised)[0]!r}"
 
 
 def body_of(heading: str, text: str, provided: Collection[str] = ()) -> str:

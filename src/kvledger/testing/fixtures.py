@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,6 +48,17 @@ def save_fixture(
         path.parent.mkdir(parents=True, exist_ok=True)
         write(replace(trace, expect=expectations(trace, target=target)), path)
     return path
+
+
+def folder_name(target: TargetFactory) -> str:
+    """A folder's name for a scheduler under test: its registered name, or its module and class, which are its own."""
+    module, name = getattr(target, "__module__", ""), getattr(target, "__qualname__", type(target).__name__)
+    for registered, known in TARGETS.items():
+        if known is target:
+            return registered
+        if isinstance(known, str) and known.partition(":")[2] == name and module.startswith(known.partition(":")[0]):
+            return registered
+    return re.sub(r"[^\w.-]+", "_", f"{module}.{name}")
 
 
 def target_name(target: TargetFactory) -> str:

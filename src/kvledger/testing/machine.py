@@ -50,6 +50,7 @@ class UnderTest:
     rules: AccountingRules
     invariants: tuple[Invariant, ...]
     space: Space = NODE_SPACE
+    without: frozenset[str] = frozenset()
 
 
 class AdmissionMachine(RuleBasedStateMachine):
@@ -60,7 +61,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.world: World | None = None
-        self.monitor = SearchMonitor(self.under_test.invariants)
+        self.monitor = SearchMonitor(self.under_test.invariants, self.under_test.without)
 
     def begin(self, **drawn: int) -> None:
         space = self.under_test.space
@@ -144,6 +145,7 @@ def state_machine(
     *,
     rules: str | AccountingRules | None = None,
     invariants: Iterable[Invariant] = INVARIANTS,
+    without: Iterable[str] = (),
     moves: Iterable[Move] | None = None,
     space: Space = NODE_SPACE,
     shard: int = 0,
@@ -152,16 +154,21 @@ def state_machine(
     """A machine class that puts `target` under test by `rules` (a preset's name or switches).
 
     What is left out comes from the session: the options of pytest, or the project's own node under `tail-reserved`.
-    `space` says which nodes are drawn, and which moves unless `moves` does.
+    `space` says which nodes are drawn, and which moves unless `moves` does. `without` names invariants that are not
+    asked, so that a known hole does not hide the next one; ValueError if there is none of that name.
     """
     target = target or SESSION.target
     rules = rules or SESSION.rules or "tail-reserved"
     rules_name = rules if isinstance(rules, str) else "own rules"
+    invariants, without = tuple(invariants), frozenset(without)
+    strangers = without - {invariant.name for invariant in invariants}
+    if strangers and not hasattr(target, "invariants"):
+        raise ValueError(f"{min(strangers)!r} is none of {', '.join(invariant.name for invariant in invariants)}")
     drawn: Any = strategy({**space.domains, **space.rules_domains})
     beginning: Callable[[Any], Any] = initialize(**drawn)
     body = {
         "under_test": UnderTest(
-            target, rules_name, PRESETS[rules] if isinstance(rules, str) else rules, tuple(invariants), space
+            target, rules_name, PRESETS[rules] if isinstance(rules, str) else rules, invariants, space, without
         ),
         "begin": beginning(AdmissionMachine.begin),
         "act": rule(action=actions(space.moves if moves is None else tuple(moves)))(AdmissionMachine.act),

@@ -141,6 +141,10 @@ class World:
         self.events.append(event)
         self.replay.apply(event)
 
+    def ignores(self, what: str) -> bool:
+        """The target does nothing with what is `cached` or `held` from outside."""
+        return what in getattr(self.replay.target, "ignores", ())
+
     def fresh_name(self) -> str:
         self._names += 1
         return f"r{self._names}"
@@ -331,7 +335,12 @@ def cut_prompt(prompt: Prompt, tokens: int) -> Prompt:
 
 
 def cache(world: World, tier: int, pick: int, fresh: int, landmark: int, step: int) -> Event:
-    """Somebody else's prefix is cached, or one of ours again. What a lock takes is clamped to what is spare."""
+    """Somebody else's prefix is cached, or one of ours again. What a lock takes is clamped to what is spare.
+
+    A target that does nothing with it runs once more instead.
+    """
+    if world.ignores("cached"):
+        return Round()
     snapshot = world.replay.target.snapshot()
     kind: Tier = "host" if tier < 6 else "device"
     locked = tier == 9
@@ -379,7 +388,7 @@ def _aborted(world: World, pick: int, _landmark: int, _step: int) -> Event | Non
 
 def _held(world: World, _pick: int, landmark: int, step: int) -> Event | None:
     limit = world.spare_pages(world.replay.target.snapshot()) * world.settings.page_size
-    if limit <= 0:
+    if limit <= 0 or world.ignores("held"):
         return None
     name = f"hold {world.fresh_name()}"
     world.holds.append(name)

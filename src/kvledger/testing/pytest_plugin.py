@@ -18,7 +18,7 @@ from kvledger.node import PrefillNode
 from kvledger.replay import TargetFactory
 from kvledger.rules import named_rules
 from kvledger.targets import find_target
-from kvledger.testing.fixtures import target_name
+from kvledger.testing.fixtures import folder_name
 from kvledger.testing.session import PROFILES, SESSION
 
 PROPERTY = "kvledger"
@@ -128,7 +128,7 @@ def _save_folder(config: pytest.Config, target: TargetFactory) -> Path:
     if folder:
         return Path(folder)
     regressions: Path = config.rootpath / "tests" / "regressions"
-    return regressions if target is PrefillNode else regressions / target_name(target)
+    return regressions if target is PrefillNode else regressions / folder_name(target)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

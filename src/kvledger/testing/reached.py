@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from kvledger.adder import AddReqResult
 from kvledger.arithmetic import floor_tokens
@@ -21,7 +21,7 @@ from kvledger.evidence import is_simulated, needed_pages_of
 from kvledger.invariants import INVARIANTS, Invariant
 from kvledger.monitor import InvariantMonitor
 from kvledger.record import Decision, RoundRecord
-from kvledger.replay import Outcome, Stuck
+from kvledger.replay import Outcome, Stuck, Target
 from kvledger.rules import AccountingRules
 
 BRANCHES: tuple[str, ...] = (
@@ -113,8 +113,8 @@ def expected_branches(rules: AccountingRules, *, sound: bool, decode: bool = Fal
 class SearchMonitor(InvariantMonitor):
     """Judges like InvariantMonitor and keeps what was reached, and how near it came to running out."""
 
-    def __init__(self, invariants: Iterable[Invariant] = INVARIANTS) -> None:
-        super().__init__(invariants)
+    def __init__(self, invariants: Iterable[Invariant] = INVARIANTS, without: Collection[str] = ()) -> None:
+        super().__init__(invariants, without)
         self.reached: Counter[str] = Counter()
         self.rounds = 0
         self.least_slack_pages: int | None = None
@@ -140,7 +140,7 @@ class SearchMonitor(InvariantMonitor):
     def after_event(self, event: Event) -> None:
         super().after_event(event)
         branch = _event_branch(event)
-        if branch is not None:
+        if branch is not None and not is_ignored(self._target, event):
             self.reached[branch] += 1
 
     def stuck(self, stuck: Stuck) -> None:
@@ -255,6 +255,17 @@ def _round_branches(record: RoundRecord) -> Iterable[str]:
         yield "copy shared"
     if record.failure is not None:
         yield "out of memory"
+
+
+def is_ignored(target: Target, event: Event) -> bool:
+    """The target says that it does nothing with such an event."""
+    ignores = getattr(target, "ignores", ())
+    match event:
+        case Cached():
+            return "cached" in ignores
+        case Hold() | Release():
+            return "held" in ignores
+    return False
 
 
 def _event_branch(event: Event) -> str | None:

@@ -120,7 +120,8 @@ def _print_tables(
 def _verdict(result: SearchResult, *, too_few: bool) -> str:
     if result.as_expected:
         return "[green]as expected[/]"
-    if too_few and (result.found is None) == result.sound and NOT_CONFIRMED not in result.missing:
+    broke_a_promise = result.sound and result.found is not None
+    if too_few and not broke_a_promise and NOT_CONFIRMED not in result.missing:
         return "[bold red]too few examples[/]"
     return "[bold red]NOT expected[/]"
 

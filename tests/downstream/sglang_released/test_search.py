@@ -20,7 +20,8 @@ def test_finds_the_hole_by_itself(sglang: Any) -> None:
         "upstream", examples=400, target=sglang, space=modelled_by(sglang.features, SGLANG_SPACE), driven_per_example=0
     )
     assert result.found is not None, f"nothing found in {result.examples} examples: is the hole mended?"
-    assert result.found.invariant == "promises-covered"
+    ending = f"{result.found.invariant}: {result.found.message}; do its books count otherwise: is the hole mended?"
+    assert result.found.invariant == "promises-covered", ending
     assert len(result.found.trace.events) <= 6, result.found.trace
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvledger.events import Abort, Cached, Decode, Drain, Event, Finish, Hold, Release, Round, Submit, Transferred
-from kvledger.monitor import checked_replay
+from kvledger.monitor import InvariantMonitor, checked_replay
 from kvledger.node import NodeSettings
-from kvledger.replay import Outcome, TargetFactory
+from kvledger.replay import EventError, Outcome, Replay, TargetFactory
 from kvledger.request import Output, Prompt
 from kvledger.rules import AccountingRules
 from kvledger.trace import Trace, TraceError
@@ -152,6 +152,75 @@ def test_retracts_and_serves_again(sglang: TargetFactory) -> None:
     finished = [rid for record in outcome.rounds for rid in record.finished]
     assert retracted and sorted(finished) == ["A", "B", "C"], (retracted, finished)
     assert outcome.verdict == "ok", outcome.broken
+
+
+ROWS: dict[str, Any] = {
+    "page_size": 64,
+    "checkpoint_align": 64,
+    "chunked_prefill_size": 4096,
+    "pool_tokens": 2**18,
+    "schedule_policy": "priority",
+    "mode": "unified",
+}
+"""So long a context leaves the table of requests 32 rows."""
+CROWD = tuple(submit(f"r{number}", 1, 5, ignore_eos=True) for number in range(32))
+
+
+def test_who_makes_way_for_a_higher_priority_queues_once(sglang: TargetFactory) -> None:
+    outcome = run(sglang, *CROWD, Round(), submit("X", 20, 5, priority=50), Round(), Drain(), **ROWS)
+    assert outcome.verdict == "ok", outcome.broken
+    second = outcome.rounds[1]
+    assert [decision.request for decision in second.joined] == ["X"]
+    assert second.retracted == second.preempted and len(second.preempted) == 1
+    finished = [rid for record in outcome.rounds for rid in record.finished]
+    assert sorted(finished) == sorted([*(f"r{number}" for number in range(32)), "X"])
+
+
+def test_who_made_way_for_nobody_is_told_too(sglang: TargetFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+
+    admit = PrefillAdder.add_one_req
+
+    def not_x(self: Any, req: Any, *args: Any, **named: Any) -> Any:
+        return AddReqResult.NO_TOKEN if req.rid == "X" else admit(self, req, *args, **named)
+
+    monkeypatch.setattr(PrefillAdder, "add_one_req", not_x)
+    replay = Replay(replace(NODE, **ROWS), UPSTREAM, target=sglang, monitor=InvariantMonitor())
+    events: tuple[Event, ...] = (*CROWD, Round(), submit("X", 20, 5, priority=50), Round())
+    for event in events:
+        replay.apply(event)
+    second = replay.outcome.rounds[1]
+    assert not second.joined and len(second.decoded) == 31
+    assert second.retracted == second.preempted and len(second.preempted) == 1
+    assert sorted(replay.target.snapshot().waiting) == sorted(["X", *second.preempted])
+    assert not replay.outcome.broken
+
+
+def test_a_transfer_of_one_that_decodes_is_nothing(sglang: TargetFactory) -> None:
+    outcome = run(sglang, submit("A", 16, 4), Round(), Transferred("A"), Drain(), mode="unified")
+    assert outcome.verdict == "ok", outcome.broken
+    assert outcome.rounds[-1].finished == ("A",)
+
+
+def test_what_cannot_be_held_evicts_nothing(sglang: TargetFactory) -> None:
+    replay = Replay(NODE, UPSTREAM, target=sglang, monitor=InvariantMonitor())
+    replay.apply(Cached("device", prompt("doc", 160)))
+    before = replay.target.snapshot()
+    with pytest.raises(EventError, match="528 tokens wanted"):
+        replay.apply(Hold("H", 528))
+    assert replay.target.snapshot() == before and len(before.cached) == 10
+
+
+def test_what_sglang_raises_is_a_finding(sglang: TargetFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.managers.schedule_policy import PrefillAdder
+
+    def raises(*_: Any, **__: Any) -> None:
+        raise ValueError("not today")
+
+    monkeypatch.setattr(PrefillAdder, "add_one_req", raises)
+    outcome = run(sglang, submit("A", 100), Drain())
+    assert outcome.verdict == "never-raises"
+    assert "ValueError" in outcome.broken[0].message and "not today" in outcome.broken[0].message
 
 
 def test_nothing_is_left_of_a_world(sglang: Any) -> None:

@@ -149,15 +149,41 @@ def _an_abort_is_lost(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_scheduler(), "finish_requests", lambda self, request_ids, finished_status: [])
 
 
-def _a_page_of_each(patch: pytest.MonkeyPatch) -> None:
+def _a_preempted_one_keeps_its_count(patch: pytest.MonkeyPatch) -> None:
     scheduler = _scheduler()
-    init = scheduler.__init__
+    preempt = scheduler._preempt_request
 
-    def cautious(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        patch.setattr(config.scheduler_config, "long_prefill_token_threshold", 1)
-        init(self, config, *args, **kwargs)
+    def forgetful(self: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        computed = request.num_computed_tokens
+        preempt(self, request, *args, **kwargs)
+        request.num_computed_tokens = computed
 
-    patch.setattr(scheduler, "__init__", cautious)
+    patch.setattr(scheduler, "_preempt_request", forgetful)
+
+
+def _found_before_it_is_full(patch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+
+    cache = KVCacheCoordinator.cache_blocks
+
+    def cache_blocks(self: Any, request: Any, num_computed_tokens: int, *args: Any, **kwargs: Any) -> None:
+        block = self.single_type_managers[0].block_size
+        held = len(self.get_blocks(request.request_id)[0])
+        whole = min(held, request.num_tokens // block) * block
+        cache(self, request, max(num_computed_tokens, min(num_computed_tokens + block, whole)), *args, **kwargs)
+
+    patch.setattr(KVCacheCoordinator, "cache_blocks", cache_blocks)
+
+
+def _found_while_it_loads(patch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    allocate = KVCacheManager.allocate_slots
+
+    def allocate_slots(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return allocate(self, *args, **kwargs | {"delay_cache_blocks": False})
+
+    patch.setattr(KVCacheManager, "allocate_slots", allocate_slots)
 
 
 def _raises_when_full(patch: pytest.MonkeyPatch) -> None:
@@ -188,8 +214,10 @@ FAULTS = (
     Fault("a finished load is never taken up", "progress", _a_load_is_never_taken_up),
     Fault("blocks that were sent are not freed", "quiescent", _sent_but_not_freed),
     Fault("a chunk takes blocks for what is not scheduled", "table-fits", _a_block_ahead),
+    Fault("a preempted request keeps its count", "vllm-computed", _a_preempted_one_keeps_its_count),
+    Fault("a block is found before it is full", "vllm-published", _found_before_it_is_full),
+    Fault("a block is found while it loads", "vllm-published", _found_while_it_loads),
     Fault("an abort does not arrive", "ended-is-gone", _an_abort_is_lost),
-    Fault("every prompt runs a token a step", "one-half-done", _a_page_of_each),
     Fault("the last block is not given but raised about", "never-raises", _raises_when_full),
     Fault("none, held to the strict property", "admitted-finishes", _nothing, "VllmStrictTarget"),
 )

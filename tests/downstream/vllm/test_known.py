@@ -9,13 +9,21 @@ from typing import Any
 import pytest
 
 from kvledger.replay import Replay
-from kvledger.trace import load
-from tests.downstream.known import KNOWN, check_known, known_traces
+from tests.downstream.known import check_known, known_traces, load_known
 
 try:
     VERSION = metadata.version("vllm")
 except metadata.PackageNotFoundError:
     VERSION = "0.33.0"
+
+
+def test_a_release_of_which_nothing_is_known_is_skipped_by_name() -> None:
+    (skipped,) = known_traces("vllm-0.0.0")
+    assert skipped.id == "vllm-0.0.0"
+    (mark,) = skipped.marks
+    assert "known/vllm-0.0.0" in str(mark)
+    with pytest.raises(pytest.skip.Exception, match=r"nothing is known of vllm-0\.0\.0"):
+        load_known("vllm-0.0.0", "ok")
 
 
 @pytest.mark.parametrize("path", known_traces(f"vllm-{VERSION}"))
@@ -41,7 +49,7 @@ def test_a_decode_starves_a_prompt_in_align_mode(vllm: Any) -> None:
 
 def _first_round(kind: str, name: str, target: Any) -> int:
     folder = f"vllm-{kind}-{VERSION}" if kind else f"vllm-{VERSION}"
-    trace = load(KNOWN / folder / f"{name}.json")
+    trace = load_known(folder, name)
     run = Replay(trace.node, trace.accounting_rules, target=target)
     for event in trace.events:
         run.apply(event)

@@ -13,8 +13,7 @@ import pytest
 from kvledger.testing.failure import explain_failure
 from kvledger.testing.search import search
 from kvledger.testing.session import SESSION
-from kvledger.trace import load
-from tests.downstream.known import KNOWN
+from tests.downstream.known import load_known
 from tests.downstream.vllm.test_known import VERSION
 
 FOUND = Path(__file__).parent.parent / "found"
@@ -28,8 +27,8 @@ def test_finds_a_prefill_that_is_rolled_back(vllm: Any) -> None:
 
 
 def test_finds_the_gate_that_counts_one_block_too_few(vllm: Any) -> None:
+    smallest = load_known(f"vllm-align-{VERSION}", "stuck-smallest")
     found = _found(vllm.VllmAlignTarget, 300)
-    smallest = load(KNOWN / f"vllm-align-{VERSION}" / "stuck-smallest.json")
     assert found.invariant == "progress"
     assert (found.trace.node, found.trace.events) == (smallest.node, smallest.events)
 

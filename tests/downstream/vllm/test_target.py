@@ -119,6 +119,28 @@ def test_a_load_that_nobody_waits_for_holds_its_blocks_until_it_is_done(vllm: An
     assert not replay.outcome.broken
 
 
+def test_such_a_load_shares_what_was_on_the_device(vllm: Any) -> None:
+    """The block that A found is the cache's, and locked until the load is done; only the others are nobody's."""
+    shared = ("a", 20)
+    replay = run(
+        vllm.VllmTarget,
+        UNIFIED,
+        Cached("device", prompt(("a", 4))),
+        Cached("host", prompt(shared)),
+        Submit("A", prompt(shared, ("b", 5))),
+        Round(),
+        Abort("A"),
+    )
+    snapshot = replay.target.snapshot()
+    assert [(page.lock_refs, page.pinned_refs) for page in snapshot.pages()] == [(1, 1)]
+    assert len(snapshot.held) == 4
+    replay.apply(Drain())
+    replay.apply(Round())
+    replay.apply(Round())
+    assert replay.target.snapshot().baseline_pages == 12
+    assert not replay.outcome.broken
+
+
 def test_the_host_has_room_for_so_many_pages(vllm: Any) -> None:
     small = replace(PREFILL, host_tokens=8)
     replay = run(vllm.VllmTarget, small, Cached("host", prompt(("a", 20))))
@@ -153,6 +175,36 @@ def test_slots_are_held_and_given_back(vllm: Any) -> None:
     assert len(replay.target.snapshot().held) == 7
     replay.apply(Release("x"))
     assert replay.target.snapshot().free_pages == 12
+
+
+def test_slots_given_back_in_parts_come_back_in_whole_pages(vllm: Any) -> None:
+    replay = run(vllm.VllmTarget, PREFILL, Hold("x", 10), Hold("x", 2))
+    left = []
+    for _part in range(5):
+        replay.apply(Release("x", 3))
+        left.append(len(replay.target.snapshot().held))
+    assert left == [3, 2, 1, 0, 0]
+    assert replay.target.snapshot().free_pages == 12
+
+
+def test_no_ratio_of_sglang_s_is_counted(vllm: Any) -> None:
+    """Whoever stays here when r7 goes back has more of its output than SGLang's books would ever count on."""
+    small = replace(UNIFIED, chunked_prefill_size=8, pool_tokens=8)
+    run(
+        vllm.VllmTarget,
+        small,
+        Decode(),
+        Submit("r1", prompt(("r1", 8)), Output(5)),
+        Submit("r2", prompt(("r2", 4)), Output(2)),
+        Submit("r3", prompt(("r3", 9)), Output(3)),
+        Submit("r4", prompt(("r4", 4)), Output(4)),
+        Cached("device", prompt(("r5", 4))),
+        Submit("r6", prompt(("r5", 2), ("r6", 6)), Output(8)),
+        Round(),
+        Submit("r7", prompt(("r7", 1)), Output(4)),
+        Submit("r8", prompt(("r8", 12)), Output(2)),
+        Drain(),
+    )
 
 
 def test_a_decode_round_lets_nobody_in(vllm: Any) -> None:

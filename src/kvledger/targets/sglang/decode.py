@@ -13,11 +13,15 @@ from kvledger.targets.sglang.world import World
 
 @dataclass(slots=True)
 class Step:
-    """What became of running requests in a round. `left` are the finished ones themselves, `back` the retracted."""
+    """What became of running requests in a round. `left` are the finished ones themselves, `back` the retracted.
+
+    `preempted` ones went before that, for a request of higher priority, whether it was then admitted or not.
+    """
 
     decoded: list[str] = field(default_factory=list)
     left: list[Any] = field(default_factory=list)
     back: list[Any] = field(default_factory=list)
+    preempted: list[Any] = field(default_factory=list)
     failure: AllocationFailure | None = None
 
     @property
@@ -26,7 +30,7 @@ class Step:
 
     @property
     def retracted(self) -> tuple[str, ...]:
-        return tuple(request.rid for request in self.back)
+        return tuple(request.rid for request in (*self.preempted, *self.back))
 
 
 class Decoder:

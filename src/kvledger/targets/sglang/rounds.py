@@ -144,7 +144,10 @@ class PrefillPass:
 
     def _preempted_for(self, request: Any) -> bool:
         """Under the priority policy a full batch may make room for a request of higher priority."""
-        return self.settings.schedule_policy == "priority" and bool(self.adder.preempt_to_schedule(request))
+        if self.settings.schedule_policy != "priority" or not self.adder.preempt_to_schedule(request):
+            return False
+        self.watcher.preempted()
+        return True
 
     def _ask(self, request: Any) -> AddReqResult:
         """One candidate: match, ask, and read what came of it."""

@@ -90,6 +90,7 @@ class World:
         self.moved = False
         self.segments: dict[str, int] = {}
         self.held: dict[str, list[Any]] = {}
+        self.held_tokens: dict[str, int] = {}
 
     def _host_ratio(self, slots: int) -> float:
         host_tokens: int | None = self.node["host_tokens"]
@@ -373,11 +374,15 @@ class World:
 
     def hold(self, name: str, tokens: int) -> None:
         self.held.setdefault(name, []).extend(self._take(-(-tokens // self.page) * self.page).split(self.page))
+        self.held_tokens[name] = self.held_tokens.get(name, 0) + tokens
 
     def release(self, name: str, tokens: int | None) -> None:
         held = self.held.get(name, [])
-        for _ in range(len(held) if tokens is None else min(len(held), tokens // self.page)):
-            self.allocator.free(held.pop())
+        left = self.held_tokens[name] = 0 if tokens is None else max(0, self.held_tokens.get(name, 0) - tokens)
+        keep = -(-left // self.page)
+        for slots in held[keep:]:
+            self.allocator.free(slots)
+        del held[keep:]
 
     # --- what can be seen
 
@@ -404,3 +409,14 @@ class World:
 
     def thrown_away(self) -> list[str]:
         return []
+
+    def lost(self) -> int:
+        """What is neither free, nor in the tree, nor a request's, nor taken from outside."""
+        page, held = self.page, sum(map(len, self.held.values()))
+        private = sum(
+            -(-int(request.kv.kv_allocated_len) // page) - int(request.kv.cache_protected_len) // page
+            for request in self.admitted.values()
+            if request.kv.holds_kv
+        )
+        slots: int = self.node["pool_tokens"] // page * page
+        return slots - sum(self.pool()) - int(self.tree.protected_size()) - (private + held) * page

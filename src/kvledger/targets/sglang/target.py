@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvledger.invariants import Invariant
 from kvledger.node import NodeSettings, Watcher
 from kvledger.record import RoundRecord, Snapshot
 from kvledger.replay import UnmodelledError
 from kvledger.request import Output, Prompt
 from kvledger.rules import AccountingRules
+from kvledger.targets.sglang import checks
+from kvledger.targets.sglang.about import about
 from kvledger.targets.sglang.decode import Decoder, Step
 from kvledger.targets.sglang.rounds import PrefillPass, Queue
 from kvledger.targets.sglang.standalone import PACKAGES, standalone
@@ -28,9 +31,11 @@ class SglangTarget:
     """The installed release on a CPU. UnmodelledError names a setting or a switch that it cannot express."""
 
     features = ENGINE.features
+    foreign = True
     version: str = ENGINE.version
     packages = PACKAGES
     standalone = staticmethod(standalone)
+    about = staticmethod(about)
 
     def __init__(self, settings: NodeSettings, rules: AccountingRules, watcher: Watcher | None = None) -> None:
         check_expressible(settings, rules)
@@ -50,7 +55,7 @@ class SglangTarget:
     @property
     def capabilities(self) -> frozenset[str]:
         """In unified mode its offsets hold estimates of output too, and memory may cut a chunk inside a page."""
-        both = frozenset({"batches", "counts", "decisions", "pages"})
+        both = frozenset({"batches", "counts", "decisions", "pages", "one-cut"})
         return both if self.settings.mode == "unified" else both | {"grid", "offsets"}
 
     # --- what arrives from outside
@@ -126,15 +131,17 @@ class SglangTarget:
         """A prefill batch if one can be formed; in unified mode a decode round otherwise, or decodes mixed in."""
         prefill, evicted_before = self._begin()
         batch = prefill.decide()
-        back = [request for request in prefill.adder.preempt_list if request not in batch]
-        self._send_back(back)
-        step = Step(back=back)
+        preempted = [request for request in prefill.adder.preempt_list if request not in batch]
+        # theirs come out of a set, in an order that differs from time to time
+        preempted.sort(key=lambda request: request.time_stats.wait_queue_entry_time)
+        step = Step()
         if batch:
             schedule, step.failure = prefill.allocate(batch)
             if step.failure is None:
                 self._run(batch, schedule, step)
         elif self.settings.mode == "unified":
             step = self.decoder.step()
+        step.preempted = preempted
         return self._record(prefill, evicted_before, step)
 
     def run_decode(self) -> RoundRecord:
@@ -195,7 +202,7 @@ class SglangTarget:
             else:  # given up by the scheduler for lack of memory
                 del self.live[request.rid]
                 self.done.pop(request.rid, None)
-        self._send_back(step.back)
+        self._send_back([*step.preempted, *step.back])
         self.world.settle()
 
     def _record(self, prefill: PrefillPass, evicted_before: int, step: Step) -> RoundRecord:
@@ -220,6 +227,7 @@ class SglangTarget:
             decoded=tuple(step.decoded),
             finished=step.finished,
             retracted=step.retracted,
+            preempted=tuple(request.rid for request in step.preempted),
         )
 
     # --- what the outside may see
@@ -233,6 +241,10 @@ class SglangTarget:
     def in_flight(self) -> tuple[str, ...]:
         """Names of requests whose KV is being sent, in admission order."""
         return tuple(rid for rid in self.live if rid in self.done) if self.settings.mode == "prefill" else ()
+
+    @property
+    def invariants(self) -> tuple[Invariant, ...]:
+        return checks.invariants_of(self)
 
     def snapshot(self) -> Snapshot:
         """Those who wait are in the order of their arrival: a policy sorts the queue, which is no decision."""
@@ -252,8 +264,8 @@ def check_expressible(settings: NodeSettings, rules: AccountingRules) -> None:
         of_node = rules.checkpoint_align == "node"
         raise UnmodelledError(
             "node.checkpoint_align" if of_node else "rules.checkpoint_align",
-            f"sglang ends chunks on pages of {settings.page_size} tokens, not on a grid of {grid_tokens}; "
-            f'the rules "upstream", or an object with "checkpoint_align": "page_size", ask for no other',
+            f"sglang ends chunks on pages of {settings.page_size} tokens, not on a grid of {grid_tokens}: "
+            f'use --rules upstream, or in the trace the rules "upstream" or "checkpoint_align": "page_size"',
         )
     if rules.spend_gap:
         raise UnmodelledError("rules.spend_gap", "sglang keeps what a cut leaves of the chunk budget")

@@ -42,7 +42,9 @@ def installed_engine() -> Engine:
     try:
         version = metadata.version("sglang")
     except metadata.PackageNotFoundError:
-        raise ImportError("the package sglang is not installed: see requirements/sglang-0.5.23.txt") from None
+        raise ImportError(
+            "the package sglang is not installed: pip install --no-deps -r requirements/sglang-0.5.23.txt"
+        ) from None
     chosen = engine_class(version)
     if "sglang" not in sys.modules:
         # somebody tried before the stubs were there, and left half of it

@@ -63,6 +63,7 @@ class World:
         engine.configure(settings, _host_ratio(settings))
         context = pool_tokens + self.page_size
         self.rows = engine.pools.ReqToTokenPool(_row_count(context), context, "cpu", False)
+        self.row_count = int(self.rows.available_size())
         half = engine.torch.float16
         store = engine.pools.MHATokenToKVPool(pool_tokens, self.page_size, half, 1, 1, 1, "cpu", False)
         self.allocator = self._allocator(pool_tokens, half, store, settings)
@@ -72,7 +73,10 @@ class World:
         self.held: dict[str, Held] = {}
         self.pins: list[Any] = []
         self.evicted_tokens = 0
+        self.host_lost_tokens = 0
         self._count_evictions()
+        if self.has_host:
+            self._watch_host()
 
     def _allocator(self, pool_tokens: int, dtype: Any, store: Any, settings: NodeSettings) -> Any:
         """As sglang chooses: pages only where a page has more than one token, free lists sorted on a prefill node."""
@@ -90,6 +94,21 @@ class World:
             report(evicted_tokens, started)
 
         self.tree.update_eviction_metrics = counted
+
+    def _watch_host(self) -> None:
+        """The cache shows its nodes to nobody: what it says of an eviction is held against its pool."""
+        evict, pool = self.tree.evict_host, self.engine.host_pool(self.tree)
+
+        def watched(*args: Any, **named: Any) -> int:
+            before = pool.available_size()
+            evicted_tokens = int(evict(*args, **named))
+            self._host_given_back(evicted_tokens, before)
+            return evicted_tokens
+
+        self.tree.evict_host = watched
+
+    def _host_given_back(self, tokens: int, available_before: int) -> None:
+        self.host_lost_tokens += tokens - int(self.engine.host_pool(self.tree).available_size()) + int(available_before)
 
     # --- sizes
 
@@ -127,7 +146,10 @@ class World:
         self.engine.settle(self.tree)
 
     def _take(self, tokens: int) -> Any:
-        """Slots for an outsider, in whole pages. OutOfPages if there are not as many."""
+        """Slots for an outsider, in whole pages. OutOfPages if there are not as many: then nothing is evicted."""
+        free_tokens, evictable_tokens = self.free_tokens(), self.evictable_tokens()
+        if tokens > free_tokens + evictable_tokens:
+            raise OutOfPages(tokens, free_tokens, evictable_tokens)
         self.engine.evict_for(self.tree, tokens)
         free_tokens, evictable_tokens = self.free_tokens(), self.evictable_tokens()
         slots = self.allocator.alloc(tokens) if tokens <= free_tokens else None
@@ -168,7 +190,9 @@ class World:
         host_slots = pool.alloc(tokens)
         hashes = [f"{number}" for number in range(tokens // self.page_size)]
         unused_tokens = self.engine.insert_on_host(self.tree, ids[:tokens], host_slots, hashes)
+        available = pool.available_size()
         pool.free(host_slots[:unused_tokens])
+        self._host_given_back(unused_tokens, available)
         self.settle()
 
     def hold(self, name: str, tokens: int) -> None:

@@ -1,9 +1,14 @@
 """vLLM's released scheduler under test: attention alone, and hybrid models in align mode."""
 
-from importlib.util import find_spec
+from importlib import metadata
 
-if find_spec("vllm") is None:
-    raise ImportError("the package vllm is not installed: see requirements/vllm-0.33.0.txt")
+try:
+    # what can be imported says little: sglang puts a module of that name there for itself
+    metadata.version("vllm")
+except metadata.PackageNotFoundError:
+    raise ImportError(
+        "the package vllm is not installed: pip install --no-deps -r requirements/vllm-0.33.0.txt"
+    ) from None
 
 from kvledger.targets.vllm.target import VllmAlignServedTarget, VllmAlignTarget, VllmStrictTarget, VllmTarget
 

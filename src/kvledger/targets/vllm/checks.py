@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvledger.evidence import Evidence, Finding
 from kvledger.invariants import Invariant
+from kvledger.targets.vllm.package import get_block_hash, get_group_id
 
 if TYPE_CHECKING:
     from kvledger.targets.vllm.target import VllmTarget
@@ -77,12 +78,41 @@ def hashes_true(target: VllmTarget, _: Evidence) -> Finding | None:
     return Finding(None, f"{len(found)} hashes can be found, and {cached} blocks carry one")
 
 
+def computed(target: VllmTarget, _: Evidence) -> Finding | None:
+    """What counts as computed of a request is in its blocks: computed, loaded, or found, and not lost since."""
+    loading = target.connector.loading if target.connector is not None else {}
+    for rid, request in target.scheduler.requests.items():
+        if rid in loading or not request.num_computed_tokens:
+            continue
+        blocks = target.manager.get_blocks(rid).blocks[0]
+        page = target.contents.first_missing(request, blocks, request.num_computed_tokens)
+        if page is not None:
+            return Finding(
+                rid,
+                f"{request.num_computed_tokens} tokens of {rid} count as computed, and what is in its block {page} is "
+                "not: the next chunk reads what nobody wrote there",
+            )
+    return None
+
+
+def published(target: VllmTarget, _: Evidence) -> Finding | None:
+    """A block that can be found by its hash holds the whole page that the hash stands for."""
+    for block in target.pool.blocks:
+        if block.block_hash is None or get_group_id(block.block_hash):
+            continue
+        if not target.contents.holds(block, get_block_hash(block.block_hash)):
+            return Finding(None, f"block {block.block_id} carries the hash of a page that is not all in it")
+    return None
+
+
 Check = Callable[["VllmTarget", Evidence], Finding | None]
 _CHECKS: tuple[tuple[str, str, Check], ...] = (
     ("vllm-free-list", "a block that is free and in use is given to a second owner", free_list),
     ("vllm-references", "a count that is not the holders' frees a block in use, or never", references),
     ("vllm-queues", "a request in two queues runs twice, in none never", queues_disjoint),
     ("vllm-hashes", "a hash that outlives its block serves somebody else's tokens", hashes_true),
+    ("vllm-computed", "a chunk over tokens that are not there attends to somebody else's", computed),
+    ("vllm-published", "who finds a page before it is written reads what was there before", published),
 )
 
 

@@ -35,6 +35,7 @@ class HostTier(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vllm h
         self.host: OrderedDict[bytes, None] = OrderedDict()
         self.loading: dict[str, int] = {}
         self.loaded_tokens: dict[str, int] = {}
+        self.load_starts: dict[str, int] = {}
         self.sending: dict[str, None] = {}
 
     # --- the outside
@@ -70,6 +71,7 @@ class HostTier(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vllm h
         while page < end and request.block_hashes[page] in self.host:
             page += 1
         tokens = (page - first) * self.page_size
+        self.load_starts[request.request_id] = num_computed_tokens
         return tokens, tokens > 0
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:

@@ -33,7 +33,12 @@ with warnings.catch_warnings():
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.core.kv_cache_utils import (
+        get_block_hash,
+        get_group_id,
+        get_request_block_hasher,
+        init_none_hash,
+    )
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
@@ -69,6 +74,8 @@ __all__ = [
     "StructuredOutputManager",
     "SupportsHMA",
     "VllmConfig",
+    "get_block_hash",
+    "get_group_id",
     "get_request_block_hasher",
     "init_none_hash",
     "sha256",

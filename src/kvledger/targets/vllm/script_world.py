@@ -81,9 +81,11 @@ class World:
         self.numbers = count()
         self.segments: dict[str, int] = {}
         self.held: dict[str, list[Any]] = {}
+        self.held_tokens: dict[str, int] = {}
+        self.pinned: list[Any] = []
         self.prompt_tokens: dict[str, int] = {}
         self.decoding: set[str] = set()
-        self.lost: list[str] = []
+        self.thrown: list[str] = []
         self.moved = False
 
     def _layout(self) -> Any:
@@ -196,7 +198,7 @@ class World:
         plan = self.scheduler.schedule(throttle_prefills=throttled)
         preempted = set(plan.preempted_req_ids or ())
         retracted = preempted & self.decoding
-        self.lost = [name for name in self.prompt_tokens if name in preempted - retracted]
+        self.thrown = [name for name in self.prompt_tokens if name in preempted - retracted]
         self.decoding -= retracted
         chunks, sampled = [], []
         for name, tokens in plan.num_scheduled_tokens.items():
@@ -244,14 +246,18 @@ class World:
         if locked:
             for group in self.manager.get_computed_blocks(visitor)[0].blocks:
                 self.blocks.touch(group)
+                self.pinned += group
 
     def hold(self, name: str, tokens: int) -> None:
         self.held.setdefault(name, []).extend(self.blocks.get_new_blocks(-(-tokens // self.page)))
+        self.held_tokens[name] = self.held_tokens.get(name, 0) + tokens
 
     def release(self, name: str, tokens: int | None) -> None:
-        held = self.held[name]
-        pages = len(held) if tokens is None else min(len(held), tokens // self.page)
-        self.blocks.free_blocks([held.pop() for _ in range(pages)])
+        held = self.held.get(name, [])
+        left = self.held_tokens[name] = 0 if tokens is None else max(0, self.held_tokens.get(name, 0) - tokens)
+        keep = -(-left // self.page)
+        self.blocks.free_blocks(held[keep:])
+        del held[keep:]
 
     # --- what can be seen
 
@@ -282,4 +288,11 @@ class World:
         return needs
 
     def thrown_away(self) -> list[str]:
-        return self.lost
+        return self.thrown
+
+    def lost(self) -> int:
+        """Blocks that are in nobody's table and not in the free list."""
+        tables = [group for name in self.scheduler.requests for group in self.manager.get_blocks(name).blocks]
+        owned = {block.block_id for table in (*tables, *self.held.values(), self.pinned) for block in table}
+        owned -= {block.block_id for block in self.blocks.blocks if block.is_null}
+        return self.pages * self.page - sum(self.pool()) - len(owned) * self.page

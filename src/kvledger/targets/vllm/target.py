@@ -8,14 +8,17 @@ from itertools import count
 from typing import Any
 
 from kvledger.adder import AddReqResult
+from kvledger.events import Submit
 from kvledger.invariants import Invariant
 from kvledger.node import NodeSettings, Watcher
 from kvledger.pool import OutOfPages
 from kvledger.record import Decision, DecisionKind, RoundRecord, Snapshot
 from kvledger.request import Output, Prompt
 from kvledger.rules import AccountingRules
-from kvledger.targets.vllm import checks, views, world
+from kvledger.targets.about import About
+from kvledger.targets.vllm import about, checks, views, world
 from kvledger.targets.vllm.connector import HostTier
+from kvledger.targets.vllm.contents import Contents
 from kvledger.targets.vllm.package import (
     KVConnectorOutput,
     ModelRunnerOutput,
@@ -47,6 +50,7 @@ class VllmTarget:
     capabilities = frozenset({"batches", "counts", "pages", "optimistic", "may-preempt"})
     features = frozenset({"unified", "mixed_chunk", "priority"})
     foreign = True
+    ignores = frozenset({"rules"})
     space = SPACE
     shrink_seconds = 30.0
     align = False
@@ -65,7 +69,9 @@ class VllmTarget:
         self.rolled_back = 0
         self.prompt_tokens: dict[str, int] = {}
         self.held: dict[str, list[Any]] = {}
+        self.held_tokens: dict[str, int] = {}
         self.pinned: list[Any] = []
+        self.contents = Contents(settings.page_size)
         self._hasher = get_request_block_hasher(settings.page_size, sha256)
         self._segments: dict[str, int] = {}
         self._numbers = count()
@@ -77,6 +83,15 @@ class VllmTarget:
     def standalone(cls, trace: Trace) -> str:  # noqa: ARG003 - a trace of any kind is played on the same world
         """A script's `World`: see kvledger.replay.Target."""
         return world_text(align=cls.align)
+
+    @classmethod
+    def about(cls, trace: Trace, verdict: str) -> About:
+        """What a report says beside the figures: see kvledger.targets.about."""
+        blocks = None
+        asked = [e.prompt.tokens + e.output.max_new_tokens - 1 for e in trace.events if isinstance(e, Submit)]
+        if cls.align and asked:
+            blocks = world.startup_pages(trace.node, max(asked), align=True)
+        return about.about(trace, verdict, align=cls.align, startup_blocks=blocks)
 
     # --- what arrives from outside
 
@@ -122,6 +137,7 @@ class VllmTarget:
             new = self.manager.allocate_slots(visitor, tokens - hit_tokens, hit_tokens, visitor_blocks)
             if new is None:
                 raise OutOfPages(tokens - hit_tokens, self._free_tokens(cached=False), self._free_tokens(cached=True))
+            self._wrote(visitor, hit_tokens, tokens)
             self.manager.free(visitor)
         if locked:
             blocks, _ = self.version.hit(self.manager, visitor)
@@ -140,13 +156,16 @@ class VllmTarget:
         if pages > self.pool.get_num_free_blocks():
             raise OutOfPages(tokens, self._free_tokens(cached=False), self._free_tokens(cached=True))
         self.held.setdefault(name, []).extend(self.pool.get_new_blocks(pages))
+        self.held_tokens[name] = self.held_tokens.get(name, 0) + tokens
 
     def release(self, name: str, tokens: int | None = None) -> None:
-        held = self.held[name]
-        pages = len(held) if tokens is None else min(len(held), tokens // self.settings.page_size)
-        self.pool.free_blocks([held.pop() for _ in range(pages)])
-        if not held:
-            del self.held[name]
+        """Give held slots back: all of them, or `tokens`, keeping whole pages for the rest."""
+        held = self.held.get(name, [])
+        left = 0 if tokens is None else max(0, self.held_tokens.get(name, 0) - tokens)
+        self.held_tokens[name] = left
+        keep_pages = -(-left // self.settings.page_size)
+        self.pool.free_blocks(held[keep_pages:])
+        del held[keep_pages:]
 
     # --- one step
 
@@ -163,8 +182,10 @@ class VllmTarget:
         plan = self.version.schedule(self.scheduler, prefill=prefill)
         retracted, rolled_back = self._preempted(plan)
         decisions, decoded, sampled = self._ran(plan)
+        self._fill(plan)
         loading = tuple(self.connector.loading) if self.connector is not None else ()
         loads = self.connector.round_ends() if self.connector is not None else None
+        self._fill_loaded(loads)
         self.scheduler.update_from_output(plan, self._sampled(plan, sampled, loads))
         finished = tuple(rid for rid in sampled if rid not in self.scheduler.requests)
         self._decoding.update(sampled)
@@ -211,6 +232,23 @@ class VllmTarget:
             else:
                 decisions.append(self._decision(request, tokens, budget))
         return decisions, tuple(decoded), sampled
+
+    def _fill(self, plan: SchedulerOutput) -> None:
+        """Blocks that were free before this step and taken in it hold nothing until its chunks are computed."""
+        self.contents.gone(self.pool.free_block_queue.get_all_free_blocks())
+        for rid, tokens in plan.num_scheduled_tokens.items():
+            request = self.scheduler.requests[rid]
+            self._wrote(request, request.num_computed_tokens - tokens, request.num_computed_tokens)
+
+    def _fill_loaded(self, loads: KVConnectorOutput | None) -> None:
+        for rid in (loads.finished_recving or ()) if loads is not None else ():
+            request = self.scheduler.requests.get(rid)
+            if request is not None and self.connector is not None:
+                start = self.connector.load_starts[rid]
+                self._wrote(request, start, start + self.connector.loaded_tokens[rid])
+
+    def _wrote(self, request: Request, start: int, end: int) -> None:
+        self.contents.wrote(request, self.manager.get_blocks(request.request_id).blocks[0], start, end)
 
     def _decision(self, request: Request, tokens: int, budget: int) -> Decision:
         """A chunk. A request that was sent back while it decoded computes its output again like a prompt."""

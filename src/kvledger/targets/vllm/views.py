@@ -21,20 +21,21 @@ def snapshot_of(target: VllmTarget) -> Snapshot:
     live: list[LiveRequest] = []
     waiting: list[str] = []
     held = [page_of(block) for blocks in target.held.values() for block in blocks]
+    pins = target.pins()
     in_flight = target.in_flight()
     loading = target.connector.loading if target.connector is not None else {}
     for request, blocks in target.requests():
         rid = request.request_id
         if request.is_finished() and rid in loading:
             # aborted while a load writes to its blocks: nobody's, until the load is done
-            held += [page_of(block) for block in blocks]
+            held += [page_of(block) for block in blocks if block.block_hash is None]
+            pins.update(block.block_id for block in blocks if block.block_hash is not None)
         elif blocks:
             shared = [page_of(block) for block in blocks if block.block_hash is not None]
             private = [page_of(block) for block in blocks if block.block_hash is None]
             live.append(LiveRequest(rid, target.prompt_tokens[rid], (*shared, *private), len(shared), rid in in_flight))
         else:
             waiting.append(rid)
-    pins = target.pins()
     free = target.pool.free_block_queue.get_all_free_blocks()
     return Snapshot(
         page_size=target.settings.page_size,

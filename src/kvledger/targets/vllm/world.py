@@ -37,7 +37,8 @@ def check_expressible(settings: NodeSettings, rules: AccountingRules) -> None:
     grid = rules.grid_tokens(page_size=page_size, node_align=settings.checkpoint_align)
     if grid != page_size:
         raise UnmodelledError(
-            "node.checkpoint_align", f"{grid} is not modelled: vLLM saves states at the ends of blocks of {page_size}"
+            "node.checkpoint_align",
+            f"{grid} is not modelled: vLLM saves states at the ends of blocks of {page_size}; use --rules upstream",
         )
     if settings.state_slots is not None:
         raise UnmodelledError("node.state_slots", f"{settings.state_slots} is not modelled: states live in blocks")
