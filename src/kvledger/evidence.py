@@ -13,7 +13,7 @@ from kvledger.arithmetic import ceil_pages, ceil_tokens
 from kvledger.decode import Tokens, all_can_end, promised_output
 from kvledger.node import FIRST_TOKEN, NodeSettings
 from kvledger.record import Decision, LiveRequest, Snapshot
-from kvledger.request import USUAL_OUTPUT, Output
+from kvledger.request import USUAL_OUTPUT, Output, Prompt
 from kvledger.rules import AccountingRules
 
 
@@ -24,6 +24,15 @@ class Finding(NamedTuple):
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class PutBack:
+    """Running requests that made way for the next candidate: what the node looked like before, and who went."""
+
+    before: Snapshot
+    went: tuple[str, ...]
+    mixed_tokens: int
+
+
 @dataclass(slots=True)
 class Evidence:
     """What a check may look at. `before` and `after` surround the decision; `earlier` are this round's decisions
@@ -31,10 +40,11 @@ class Evidence:
     `unserved` requests fit an empty pool and have neither finished their prefill nor been aborted; `ended` ones were
     aborted, or transferred after their prefill.
 
-    Beside decode also: `prompts` as submitted, in tokens, `outputs`, how much of each has been `generated`, and
-    `taken` of that in this round; the `ratio` of what is left of an output that the books should count on by now;
-    `mixed_tokens` of decode in this round's batch; the `queue` as it was when the round began, and `decided`, what its
-    last decision left.
+    Beside decode also: `prompts` as submitted, in tokens (`asked`: as they are), `outputs`, how much of each has been
+    `generated`, and `taken` of that in this round; the `ratio` of what is left of an output that the books should count
+    on by now; `mixed_tokens` of decode in this round's batch; the `queue` as it was when the round began, how much of
+    each prompt in it was cached then (`matched`, where the order asks and the target tells) and who was `put_back` for
+    the next candidate; `decided`, what the node looked like before it decoded. `joins` numbers those who began to.
     """
 
     settings: NodeSettings
@@ -46,12 +56,16 @@ class Evidence:
     unserved: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
     prompts: dict[str, int] = field(default_factory=dict)
+    asked: dict[str, Prompt] = field(default_factory=dict)
     outputs: dict[str, Output] = field(default_factory=dict)
     generated: dict[str, int] = field(default_factory=dict)
     taken: dict[str, int] = field(default_factory=dict)
     ratio: Fraction = Fraction(0)
     mixed_tokens: int = 0
     queue: tuple[str, ...] = ()
+    matched: dict[str, int] = field(default_factory=dict)
+    put_back: list[PutBack] = field(default_factory=list)
+    joins: dict[str, int] = field(default_factory=dict)
     decided: Snapshot | None = None
 
     @property
@@ -95,9 +109,16 @@ def owed_tokens(e: Evidence, decision: Decision) -> tuple[int, int]:
     return now, ceil_tokens(decision.tail_tokens, e.page_size) + output if e.rules.reserve_tail else 0
 
 
-def decode_tokens(e: Evidence, snapshot: Snapshot) -> tuple[int, Tokens]:
-    """What the running requests are promised: a token each of this batch if it is mixed, and their share later."""
-    running = [request.rid for request in snapshot.live if request.decoding]
+def asked_prompt(e: Evidence, rid: str) -> Prompt:
+    """What is computed for a waiting request: its prompt, and its own output where it was sent back."""
+    generated = e.generated.get(rid, 0)
+    return Prompt((*e.asked[rid].segments, (f"{rid}\0output", generated))) if generated else e.asked[rid]
+
+
+def decode_tokens(e: Evidence, snapshot: Snapshot, *, only: str | None = None) -> tuple[int, Tokens]:
+    """What the running requests, or `only` one of them, are promised: a token each of this batch if it is mixed, and
+    their share later."""
+    running = [request.rid for request in snapshot.live if request.decoding and only in (None, request.rid)]
     fixed = estimated = 0
     for rid in running:
         if e.outputs.get(rid, USUAL_OUTPUT).ignore_eos:

@@ -111,6 +111,9 @@ class Watcher:
     def preempted(self) -> None:
         """Between two decisions, running requests have been put back for the next candidate."""
 
+    def before_decode(self) -> None:
+        """The batch, if there is one, has run; what runs beside it, or in its place, comes next."""
+
 
 class PrefillNode(Occupancy):
     """The project's own scheduler, pool and prefix cache. Names of requests are unique over its life.
@@ -261,7 +264,17 @@ class PrefillNode(Occupancy):
 
     def _queue(self) -> Iterable[Request]:
         """The waiting requests in the order of the schedule policy."""
-        return ordered(self.settings.schedule_policy, self.waiting.values(), self._matched_tokens, self.page_size)
+        return ordered(
+            self.settings.schedule_policy,
+            self.waiting.values(),
+            self._matched_tokens,
+            self.page_size,
+            caches=self.settings.prefix_cache,
+        )
+
+    def matched_tokens(self, rid: str) -> int:
+        """Tokens of a waiting request that are cached by now, on the device or the host."""
+        return self._matched_tokens(self.waiting[rid])
 
     def _matched_tokens(self, request: Request) -> int:
         self._match(request)

@@ -118,6 +118,7 @@ class UnifiedNode(PrefillNode):
 
     def _beside(self, adder: PrefillAdder) -> PrefillOutOfMemory | None:
         """Decode: in a mixed batch, or alone where there is no batch. Then those whose prompt is done join it."""
+        self.watcher.before_decode()
         try:
             if not adder.can_run_list:
                 self._decode_alone()

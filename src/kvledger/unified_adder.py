@@ -156,9 +156,7 @@ class UnifiedAdder(PrefillAdder):
         """
         needed = self._needed_tokens(req) - self.rem_total_tokens
         chosen: list[Any] = []
-        for victim in victims(
-            self.running, _Output(req).priority, self.threshold, low_values_first=self.low_values_first
-        ):
+        for victim in self._victims(_Output(req).priority):
             chosen.append(victim)
             needed -= floor_tokens(math.floor(self._share(victim)), self.page_size)
             if needed <= 0:
@@ -168,10 +166,14 @@ class UnifiedAdder(PrefillAdder):
         self._put_back(chosen)
         return True
 
+    def _victims(self, priority: int) -> list[Any]:
+        return victims(self.running, priority, self.threshold, low_values_first=self.low_values_first)
+
     def _put_back(self, chosen: Sequence[Any]) -> None:
         for victim in chosen:
             self.memory.take_back(victim.rid, "running")
-            self.memory.take_back(victim.rid, "decode")
+            if self.memory.take_back(victim.rid, "decode"):
+                self.compute.spend(-1)  # it takes no token in this batch
             self._release(victim)
         self.running = [each for each in self.running if not _among(each, chosen)]
         self.preempt_list += chosen

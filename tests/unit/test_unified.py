@@ -223,6 +223,26 @@ def test_nobody_is_put_back_below_the_threshold(threshold: int | None, priority:
     assert healthy(replay).verdict == "ok"
 
 
+def test_a_preempted_request_takes_no_token_of_the_batch_with_it() -> None:
+    sizes = {"page_size": 1, "checkpoint_align": 1, "chunked_prefill_size": 1, "pool_tokens": 24}
+    settings = unified(
+        **sizes, schedule_policy="priority", preemption_threshold=0, mixed_chunk=True, new_token_ratio_percent=100
+    )
+    replay = run([ask("A", 1, 20), Round(), ask("B", 2, 8, priority=1), Round()], settings)
+    assert (last(replay).preempted, [d.request for d in last(replay).joined]) == (("A",), ["B"])
+    healthy(replay)
+
+
+@pytest.mark.parametrize("policy", ["lpm", "shortest-prefill-first"])
+def test_nobody_waits_for_a_prefix_that_is_kept_for_nobody(policy: str) -> None:
+    shared = Prompt([("a", 64)])
+    settings = unified(schedule_policy=policy, prefix_cache=False, chunked_prefill_size=64, pool_tokens=512)
+    events: list[Event] = [Submit("A", shared), Submit("B", shared), Submit("C", Prompt([("c", 64)])), *[Round()] * 3]
+    replay = run(events, settings)
+    joined = [[d.request for d in record.joined] for record in healthy(replay).rounds]
+    assert joined == [["A"], ["B"], ["C"]]
+
+
 def test_a_request_slot_is_made_free_too() -> None:
     settings = unified(schedule_policy="priority", preemption_threshold=0, max_running_requests=1)
     replay = run([ask("A", 4, 9), Round(), ask("B", 4, 2, priority=3), Round()], settings)
