@@ -121,10 +121,11 @@ def retraction_exact(e: Evidence, record: RoundRecord) -> Finding | None:
 
 
 def abort_is_last(e: Evidence, record: RoundRecord) -> Finding | None:
-    """A request is only given up if nobody else holds anything, or if it has outgrown the pool."""
+    """A request is only given up if nobody else holds anything, or if it has outgrown pool or chunk."""
     for rid, _ in record.aborted:
         tokens = e.prompts.get(rid, 0) + e.generated.get(rid, 0)
         outgrown = tokens + e.page_size >= e.settings.pool_pages * e.page_size
+        outgrown = outgrown or not e.settings.some_batch_holds(tokens, e.rules)
         if e.after.live and not outgrown:
             return Finding(rid, f"{rid} was given up while {e.after.live[0].rid} could still have made room")
     return None

@@ -83,17 +83,16 @@ def needed_pages_of(request: LiveRequest, page_size: int) -> int:
 
 
 def output_tokens(e: Evidence, rid: str) -> int:
-    """What a promise counts on of a request's output: one token where nothing decodes."""
+    """What a promise counts on of a candidate's output: one token where nothing decodes, and never more than the pool
+    could hold of it."""
     if e.settings.mode == "prefill":
         return FIRST_TOKEN
-    most, generated = _most_and_generated(e, rid)
-    return promised_output(most, generated)
+    most = min(_most_new_tokens(e, rid), e.settings.most_new_tokens(e.prompts.get(rid, 0)))
+    return promised_output(most, e.generated.get(rid, 0))
 
 
-def _most_and_generated(e: Evidence, rid: str) -> tuple[int, int]:
-    """The longest output that the books count on, and what of it is there."""
-    most = min(e.outputs.get(rid, USUAL_OUTPUT).max_new_tokens, e.settings.most_new_tokens(e.prompts.get(rid, 0)))
-    return most, e.generated.get(rid, 0)
+def _most_new_tokens(e: Evidence, rid: str) -> int:
+    return e.outputs.get(rid, USUAL_OUTPUT).max_new_tokens
 
 
 def owed_tokens(e: Evidence, decision: Decision) -> tuple[int, int]:
@@ -121,10 +120,11 @@ def decode_tokens(e: Evidence, snapshot: Snapshot, *, only: str | None = None) -
     running = [request.rid for request in snapshot.live if request.decoding and only in (None, request.rid)]
     fixed = estimated = 0
     for rid in running:
+        left = promised_output(_most_new_tokens(e, rid), e.generated.get(rid, 0))
         if e.outputs.get(rid, USUAL_OUTPUT).ignore_eos:
-            fixed += output_tokens(e, rid)
+            fixed += left
         else:
-            estimated += output_tokens(e, rid)
+            estimated += left
     return len(running) if e.mixed_tokens else 0, fixed + estimated * e.ratio
 
 
@@ -159,7 +159,7 @@ def simulation_passes(e: Evidence, decision: Decision) -> bool:
 
 def _ending(e: Evidence, rid: str) -> tuple[Tokens, int]:
     """(tokens left of its output, slots held when it runs)."""
-    most, generated = _most_and_generated(e, rid)
+    most, generated = _most_new_tokens(e, rid), e.generated.get(rid, 0)
     running = any(request.rid == rid and request.decoding for request in e.before.live)
     ratio = 1 if e.outputs.get(rid, USUAL_OUTPUT).ignore_eos else e.ratio
     return most * ratio - generated, e.prompts.get(rid, 0) + generated - running

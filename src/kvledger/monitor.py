@@ -161,7 +161,8 @@ class InvariantMonitor(Monitor):
                 e.prompts[rid] = prompt.tokens
                 e.asked[rid] = prompt
                 e.outputs[rid] = output
-                if e.settings.fits_empty_pool(prompt.tokens, output):
+                fits = e.settings.fits_empty_pool(prompt.tokens, output)
+                if fits and e.settings.some_batch_holds(prompt.tokens, e.rules):
                     e.unserved.add(rid)
             case Finish(request=rid) if any(r.rid == rid and r.decoding for r in e.after.live):
                 e.ended.add(rid)
@@ -190,7 +191,7 @@ class _Kept:
 
     def __init__(self, e: Evidence, rid: str) -> None:
         self.generated_tokens = e.generated.get(rid, 0) - 1
-        self.max_new_tokens = min(e.outputs[rid].max_new_tokens, e.settings.most_new_tokens(e.prompts[rid]))
+        self.max_new_tokens = e.outputs[rid].max_new_tokens
 
 
 def checked_replay(

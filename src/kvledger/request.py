@@ -143,9 +143,7 @@ class Request:
 
     @property
     def max_new_tokens(self) -> int:
-        """The longest output that the books count on: what a pool could hold of it at most."""
-        most = self.output.max_new_tokens
-        return most if self.most_new_tokens is None else min(most, self.most_new_tokens)
+        return self.output.max_new_tokens
 
     @property
     def ignore_eos(self) -> bool:

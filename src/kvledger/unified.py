@@ -16,7 +16,7 @@ from kvledger.decode import NewTokenRatio, retraction_order
 from kvledger.node import NodeSettings, PrefillNode, Watcher
 from kvledger.pool import OutOfPages, PrefillOutOfMemory
 from kvledger.record import RoundRecord
-from kvledger.request import Prompt, Request, RequestState
+from kvledger.request import USUAL_OUTPUT, Output, Prompt, Request, RequestState
 from kvledger.rules import AccountingRules
 from kvledger.unified_adder import UnifiedAdder
 from kvledger.views import ledger_facts
@@ -58,6 +58,18 @@ class UnifiedNode(PrefillNode):
         self._told = RoundFacts()
 
     # --- what arrives from outside
+
+    def submit(self, rid: str, prompt: Prompt, output: Output = USUAL_OUTPUT) -> str | None:
+        """The entry asks what gate and cut will ask."""
+        if not self.settings.some_batch_holds(prompt.tokens, self.rules):
+            return f"prompt {prompt.tokens} {self._uncut()}"
+        return super().submit(rid, prompt, output)
+
+    def _uncut(self) -> str:
+        return (
+            f"tokens are more than the chunk of {self.settings.chunked_prefill_size}, and a cut is a multiple of "
+            f"{self.rules.truncation_align}"
+        )
 
     def finish(self, rid: str) -> None:
         """A running request's output ends now; nothing happens to any other."""
@@ -221,6 +233,9 @@ class UnifiedNode(PrefillNode):
             self._told.aborted.append(
                 (request.rid, f"with its output of {generated} tokens it no longer fits the pool")
             )
+            return
+        if not self.settings.some_batch_holds(prompt.tokens, self.rules):
+            self._told.aborted.append((request.rid, f"with its output its {prompt.tokens} {self._uncut()}"))
             return
         self.waiting[request.rid] = replace(
             request, prompt=prompt, origin=origin, state=RequestState.WAITING, prefix_tokens=0, pages=[], locked=[]

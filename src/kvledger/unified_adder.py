@@ -108,8 +108,12 @@ class UnifiedAdder(PrefillAdder):
         return running_share(_Output(request), self.new_token_ratio)
 
     def _output_tokens(self, req: PrefillRequest) -> int:
+        """A candidate's: no more than the pool could hold of it, if it says so (`most_new_tokens`), or it would wait
+        for ever."""
         output = _Output(req)
-        return promised_output(output.max_new_tokens, output.generated_tokens)
+        most: int | None = getattr(req, "most_new_tokens", None)
+        most = output.max_new_tokens if most is None else min(output.max_new_tokens, most)
+        return promised_output(most, output.generated_tokens)
 
     def _room_of_half_done(self) -> int:
         """Its tail comes before decode: what running requests may grow, and a token each of them, is not in its way."""
@@ -149,10 +153,12 @@ class UnifiedAdder(PrefillAdder):
     # --- preemption by priority
 
     def preempt_to_schedule(self, req: PrefillRequest) -> bool:
-        """Put running requests of lower priority back until `req` passes its gate; False, and nobody is, if it cannot.
+        """Put running requests of lower priority back until what they give back comes to what `req` lacks; False, and
+        nobody is, if it cannot. The gate asks for more than that, if only by a fraction: it may refuse `req` still.
 
         Each gives back its own share of the offset, not the newcomer's. For the decision a share counts in whole
-        pages, rounded down, because that is what a newcomer can use; the ledger gives back all of it.
+        pages, rounded down, because that is what a newcomer can use; the ledger gives back all of it. What a victim
+        holds already is not counted: one whose share is below a page makes no room, however much it holds.
         """
         needed = self._needed_tokens(req) - self.rem_total_tokens
         chosen: list[Any] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -273,8 +274,8 @@ def test_an_output_beyond_the_clip_is_let_in_for_the_clip_and_comes_back_near_th
     node.running["A"].generated_tokens = 4000
     node._send_back(node.running["A"])
     request = node.waiting["A"]
-    need = request.prompt_tokens + min(request.max_new_tokens - 4000, 4096) + 64
-    assert request.max_new_tokens == 4352 - 1 - 64 - 128
+    need = request.prompt_tokens + min((request.most_new_tokens or 0) - 4000, 4096) + 64
+    assert request.most_new_tokens == 4352 - 1 - 64 - 128
     assert need < 4352
     assert len(node.run_round().joined) == 1
 
@@ -289,6 +290,35 @@ def test_the_simulations_entry_asks_for_what_the_simulation_asks(prompt: int) ->
 
 
 # --- without a cache
+
+
+@pytest.mark.parametrize(("prompt", "align", "fits"), [(129, 4096, False), (128, 4096, True), (129, 128, True)])
+def test_a_prompt_that_no_batch_can_hold_is_refused_at_the_entry(prompt: int, align: int, fits: bool) -> None:
+    sizes = {"page_size": 1, "checkpoint_align": 1, "chunked_prefill_size": 128, "pool_tokens": 20000}
+    rules = AccountingRules(reserve_tail=True, truncation_align=align)
+    replay = run([ask("A", prompt, 2), Drain()], unified(**sizes), rules)
+    assert bool(replay.outcome.rejected_at_submit) is not fits
+    assert healthy(replay).stuck is None
+
+
+def test_one_that_comes_back_too_long_to_be_cut_is_given_up() -> None:
+    sizes = {"page_size": 1, "checkpoint_align": 1, "chunked_prefill_size": 8, "pool_tokens": 30}
+    rules = AccountingRules(reserve_tail=True, truncation_align=16)
+    asked = [ask("A", 8, 12), ask("B", 8, 12)]
+    replay = run([*asked, Drain()], unified(**sizes, new_token_ratio_percent=1), rules)
+    given_up = [pair for record in replay.outcome.rounds for pair in record.aborted]
+    assert [rid for rid, _ in given_up] == ["B"]
+    assert "a cut is a multiple of 16" in given_up[0][1]
+    assert healthy(replay).stuck is None
+
+
+def test_a_share_is_what_is_left_though_the_pool_could_not_hold_it() -> None:
+    """4188 tokens of it could be held; the share starts at the clip all the same, and shrinks with the ratio alone."""
+    sizes = {"page_size": 1, "checkpoint_align": 1, "pool_tokens": 4200, "chunked_prefill_size": 64}
+    replay = run([ask("A", 10, 100_000), Round(), *[Decode()] * 99], unified(**sizes, new_token_ratio_percent=100))
+    share = next(entry.tokens for entry in last(replay).promises if entry.kind == "running")
+    assert share == math.ceil(4096 * (1 - Fraction(86, 100) * Fraction(98, 600))) == 3521, "shown rounded up"
+    healthy(replay)
 
 
 def test_without_a_cache_nothing_is_kept_and_nothing_found() -> None:
