@@ -13,7 +13,7 @@ from kvledger.arithmetic import ceil_pages, ceil_tokens
 from kvledger.decode import Tokens, all_can_end, promised_output
 from kvledger.node import FIRST_TOKEN, NodeSettings
 from kvledger.record import Decision, LiveRequest, Snapshot
-from kvledger.request import USUAL_OUTPUT, Output, Prompt
+from kvledger.request import USUAL_OUTPUT, Output, OutputOf, Prompt
 from kvledger.rules import AccountingRules
 
 
@@ -111,7 +111,7 @@ def owed_tokens(e: Evidence, decision: Decision) -> tuple[int, int]:
 def asked_prompt(e: Evidence, rid: str) -> Prompt:
     """What is computed for a waiting request: its prompt, and its own output where it was sent back."""
     generated = e.generated.get(rid, 0)
-    return Prompt((*e.asked[rid].segments, (f"{rid}\0output", generated))) if generated else e.asked[rid]
+    return Prompt((*e.asked[rid].segments, (OutputOf(rid), generated))) if generated else e.asked[rid]
 
 
 def decode_tokens(e: Evidence, snapshot: Snapshot, *, only: str | None = None) -> tuple[int, Tokens]:

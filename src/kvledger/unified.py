@@ -16,7 +16,7 @@ from kvledger.decode import NewTokenRatio, retraction_order
 from kvledger.node import NodeSettings, PrefillNode, Watcher
 from kvledger.pool import OutOfPages, PrefillOutOfMemory
 from kvledger.record import RoundRecord
-from kvledger.request import USUAL_OUTPUT, Output, Prompt, Request, RequestState
+from kvledger.request import USUAL_OUTPUT, Output, OutputOf, Prompt, Request, RequestState
 from kvledger.rules import AccountingRules
 from kvledger.unified_adder import UnifiedAdder
 from kvledger.views import ledger_facts
@@ -194,7 +194,8 @@ class UnifiedNode(PrefillNode):
     def _make_room(self) -> bool:
         """Send running requests back until the round's pages are there; says whether any had to go.
 
-        The last one that cannot go on while nobody else holds anything is aborted: waiting would not help it.
+        The last one that cannot go on while no other request holds anything is aborted: none of them could help it.
+        Slots that are held from outside could, if anybody knew when they come back: the reason names them.
         """
         went = 0
         for victim in retraction_order(self.running.values()):
@@ -202,13 +203,19 @@ class UnifiedNode(PrefillNode):
                 break
             went += 1
             if len(self.live) == 1:
-                self._abort(victim, "alone on the node, and the pool has no page for its next token")
+                self._abort(
+                    victim, f"alone on the node{self._outsiders()}, and the pool has no page for its next token"
+                )
             else:
                 self._told.retracted.append(victim.rid)
                 self._send_back(victim)
         if went:
             self.ratio.retracted(list(self.running.values()))
         return went > 0
+
+    def _outsiders(self) -> str:
+        names = ", ".join(name for name, held in self.held.items() if held.pages)
+        return f" but for {names}, who holds slots from outside" if names else ""
 
     def _short_pages(self) -> int:
         """Pages that the next tokens need beyond what decode may take."""
@@ -228,7 +235,7 @@ class UnifiedNode(PrefillNode):
         self.retractions += 1
         generated = request.generated_tokens
         origin = request.origin or request.prompt
-        prompt = Prompt((*origin.segments, (f"{request.rid}\0output", generated)))
+        prompt = Prompt((*origin.segments, (OutputOf(request.rid), generated)))
         if prompt.tokens + self.page_size >= self.settings.pool_pages * self.page_size:
             self._told.aborted.append(
                 (request.rid, f"with its output of {generated} tokens it no longer fits the pool")

@@ -178,10 +178,26 @@ def test_a_retracted_request_gives_back_all_its_pages() -> None:
 def test_the_last_one_that_cannot_go_on_is_given_up_with_a_reason() -> None:
     replay = run([ask("A", 4, 24), Round(), Hold("x", 32), *[Round()] * 5], unified(**TIGHT))
     aborted = [pair for record in replay.outcome.rounds for pair in record.aborted]
-    assert aborted == [("A", "alone on the node, and the pool has no page for its next token")]
+    assert aborted == [
+        ("A", "alone on the node but for x, who holds slots from outside, and the pool has no page for its next token")
+    ]
     assert not replay.target.has_work
     document = next(record for record in replay.outcome.document()["rounds"] if "aborted" in record)
     assert document["aborted"] == [{"request": "A", "reason": aborted[0][1]}]
+    healthy(replay)
+
+
+def test_no_prompt_finds_the_output_of_a_request_that_was_sent_back() -> None:
+    """Nor one whose segment is called what the output is."""
+    replay = until_retracted()
+    again = next(each for each in node_of(replay).waiting.values() if each.generated_tokens)
+    segment, tokens = again.prompt.segments[-1]
+    assert tokens == again.generated_tokens
+    for name in (str.__str__(segment), again.rid, f"{again.rid}\0output"):
+        same = Prompt((*again.prompt.segments[:-1], (name, tokens)))
+        assert same.page_keys(1)[:4] == again.prompt.page_keys(1)[:4]
+        assert same.page_keys(1)[4] != again.prompt.page_keys(1)[4]
+    assert Prompt(again.prompt.segments) == again.prompt
     healthy(replay)
 
 
