@@ -1,4 +1,4 @@
-"""Checks of what only a unified node has: order, request slots, retraction, and what decode may take.
+"""Checks of what only a unified node has: request slots, retraction, and what decode may take.
 
 All are asked on a prefill node too, where there is nothing for most of them to find.
 """
@@ -24,21 +24,6 @@ def comes_back_whole(e: Evidence, decision: Decision) -> Finding | None:
     if decision.prompt_tokens == wanted:
         return None
     return Finding(rid, f"{rid} computes {decision.prompt_tokens} tokens, and its prompt and output come to {wanted}")
-
-
-def in_order(e: Evidence, decision: Decision) -> Finding | None:
-    """Candidates are looked at in the order of the policy, as far as the queue alone tells it."""
-    policy = e.settings.schedule_policy
-    if decision.kind in ("resumed", "deferred") or policy not in ("fcfs", "priority"):
-        return None
-    place = sum(1 for d in e.earlier if d.kind not in ("resumed", "deferred"))
-    queue = [rid for rid in e.queue if rid in e.prompts]
-    if policy == "priority":
-        arrival = {rid: number for number, rid in enumerate(e.prompts)}
-        queue.sort(key=lambda rid: (-e.outputs[rid].priority, arrival[rid]))
-    if place >= len(queue) or queue[place] == decision.request:
-        return None
-    return Finding(decision.request, f"{decision.request} was looked at before {queue[place]}, whose turn it was")
 
 
 # --- after every round
@@ -68,30 +53,37 @@ def slots_kept(e: Evidence, _: RoundRecord) -> Finding | None:
 
 
 def full_is_true(e: Evidence, record: RoundRecord) -> Finding | None:
-    """A full batch lacks memory for somebody, or a request slot."""
-    if not record.batch_is_full or record.failure is not None:
+    """A full batch lacks memory for somebody, or a request slot; and one that lacks either is called full."""
+    if record.failure is not None:
         return None
-    memory = record.budget_state is AddReqResult.NO_TOKEN or any(
-        decision.reason is AddReqResult.NO_TOKEN for decision in record.decisions
-    )
+    new = [decision for decision in record.decisions if decision.kind not in ("resumed", "deferred")]
+    no_memory = record.budget_state is AddReqResult.NO_TOKEN
+    refused = any(decision.reason is AddReqResult.NO_TOKEN for decision in new)
     slots = e.settings.request_slots
-    decided = e.decided or e.after
-    if memory or (slots is not None and len(decided.live) >= slots):
-        return None
-    return Finding(None, "the batch is called full, and neither memory nor a request slot is what it lacks")
+    no_slot = slots is not None and len((e.decided or e.after).live) >= slots
+    if record.batch_is_full:
+        if no_memory or refused or no_slot:
+            return None
+        return Finding(None, "the batch is called full, and neither memory nor a request slot is what it lacks")
+    waits = len(e.queue) > len(new) and record.budget_state is AddReqResult.CONTINUE and not record.refused
+    joined = any(decision.joined for decision in new)
+    if refused or (no_memory and joined) or (no_slot and waits and record.decisions):
+        return Finding(None, "the batch lacks memory or a request slot for the next one, and is not called full")
+    return None
 
 
 def each_decodes_once(e: Evidence, record: RoundRecord) -> Finding | None:
-    """In a round without a batch every running request takes a token, is sent back or aborted; nobody twice."""
+    """Without a batch, or in a mixed one, each running request takes a token, is sent back or aborted; nobody twice,
+    and nobody beside a batch that is not mixed."""
     if e.settings.mode == "prefill" or record.failure is not None:
         return None
     gone = {*record.retracted, *(rid for rid, _ in record.aborted)}
     for rid in record.decoded:
         if rid in gone or record.decoded.count(rid) > 1:
             return Finding(rid, f"{rid} took a token in a round in which it had taken one, or gone")
-    running = _running(e.decided)
-    if record.joined:
-        return None
+    if record.joined and not e.settings.mixed_chunk:
+        return Finding(record.decoded[0], f"{record.decoded[0]} decoded beside a batch") if record.decoded else None
+    running = _running(e, record)
     idle = next((each.rid for each in running if each.rid not in gone and each.rid not in record.decoded), None)
     return None if idle is None else Finding(idle, f"{idle} was running, and the round passed it over")
 
@@ -114,11 +106,12 @@ def output_exact(e: Evidence, record: RoundRecord) -> Finding | None:
 
 def retraction_exact(e: Evidence, record: RoundRecord) -> Finding | None:
     """Who went back, recounted: the fewest tokens first, as many as the round's pages ask for, and no more."""
-    if e.settings.mode == "prefill" or record.failure is not None or record.joined or e.decided is None:
+    if e.settings.mode == "prefill" or record.failure is not None or e.decided is None:
         return None
     went = [rid for rid in record.retracted if rid not in record.preempted]
-    went += [rid for rid, _ in record.aborted if rid not in went]
-    expected = list(_must_go(e, e.decided))
+    went += [rid for rid, _ in record.aborted if rid not in went and rid not in record.preempted]
+    decodes = not record.joined or e.settings.mixed_chunk
+    expected = list(_must_go(e, e.decided, _running(e, record))) if decodes else []
     if sorted(went) == sorted(expected):
         return None
     return Finding(
@@ -128,16 +121,17 @@ def retraction_exact(e: Evidence, record: RoundRecord) -> Finding | None:
 
 
 def abort_is_last(e: Evidence, record: RoundRecord) -> Finding | None:
-    """A request is only given up if nobody else holds anything, or if it has outgrown the pool."""
+    """A request is only given up if nobody else holds anything, or if it has outgrown pool or chunk."""
     for rid, _ in record.aborted:
         tokens = e.prompts.get(rid, 0) + e.generated.get(rid, 0)
         outgrown = tokens + e.page_size >= e.settings.pool_pages * e.page_size
+        outgrown = outgrown or not e.settings.some_batch_holds(tokens, e.rules)
         if e.after.live and not outgrown:
             return Finding(rid, f"{rid} was given up while {e.after.live[0].rid} could still have made room")
     return None
 
 
-def _must_go(e: Evidence, s: Snapshot) -> Iterator[str]:
+def _must_go(e: Evidence, s: Snapshot, staying: list[LiveRequest]) -> Iterator[str]:
     """Walks the running ones in their order of going, and gives back page by page what each held alone."""
     page_size = e.page_size
     kept_pages = 0
@@ -145,9 +139,8 @@ def _must_go(e: Evidence, s: Snapshot) -> Iterator[str]:
         kept_pages = sum(needed_pages_of(each, page_size) for each in s.live if not each.in_flight)
     spare_pages = s.baseline_pages - kept_pages
     locks = {page: lock_refs for page, lock_refs, _, _ in s.cached}
-    staying = _running(s)
-    before = {each.rid: e.generated.get(each.rid, 0) - _this_round(e, each.rid) for each in staying}
-    latest_first = list(reversed(staying))  # of equals, who joined last
+    before = {each.rid: e.generated.get(each.rid, 0) - e.taken.get(each.rid, 0) for each in staying}
+    latest_first = sorted(staying, key=lambda each: -e.joins.get(each.rid, 0))  # of equals, who joined last
     order = sorted(latest_first, key=lambda each: (before[each.rid], -e.prompts.get(each.rid, 0)))
     for victim in order:
         wanted = sum((e.prompts.get(each.rid, 0) + before[each.rid] - 1) % page_size == 0 for each in staying)
@@ -161,9 +154,7 @@ def _must_go(e: Evidence, s: Snapshot) -> Iterator[str]:
             spare_pages += not locks[page]
 
 
-def _this_round(e: Evidence, rid: str) -> int:
-    return e.taken.get(rid, 0)
-
-
-def _running(s: Snapshot | None) -> list[LiveRequest]:
-    return [] if s is None else [each for each in s.live if each.decoding]
+def _running(e: Evidence, record: RoundRecord) -> list[LiveRequest]:
+    """Who was decoding before this round's batch."""
+    new = {decision.request for decision in record.joined}
+    return [] if e.decided is None else [each for each in e.decided.live if each.decoding and each.rid not in new]

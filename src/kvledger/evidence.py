@@ -13,7 +13,7 @@ from kvledger.arithmetic import ceil_pages, ceil_tokens
 from kvledger.decode import Tokens, all_can_end, promised_output
 from kvledger.node import FIRST_TOKEN, NodeSettings
 from kvledger.record import Decision, LiveRequest, Snapshot
-from kvledger.request import USUAL_OUTPUT, Output
+from kvledger.request import USUAL_OUTPUT, Output, OutputOf, Prompt
 from kvledger.rules import AccountingRules
 
 
@@ -24,6 +24,15 @@ class Finding(NamedTuple):
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class PutBack:
+    """Running requests that made way for the next candidate: what the node looked like before, and who went."""
+
+    before: Snapshot
+    went: tuple[str, ...]
+    mixed_tokens: int
+
+
 @dataclass(slots=True)
 class Evidence:
     """What a check may look at. `before` and `after` surround the decision; `earlier` are this round's decisions
@@ -31,10 +40,11 @@ class Evidence:
     `unserved` requests fit an empty pool and have neither finished their prefill nor been aborted; `ended` ones were
     aborted, or transferred after their prefill; `departed` says who was by the last event, in words.
 
-    Beside decode also: `prompts` as submitted, in tokens, `outputs`, how much of each has been `generated`, and
-    `taken` of that in this round; the `ratio` of what is left of an output that the books should count on by now;
-    `mixed_tokens` of decode in this round's batch; the `queue` as it was when the round began, and `decided`, what its
-    last decision left.
+    Beside decode also: `prompts` as submitted, in tokens (`asked`: as they are), `outputs`, how much of each has been
+    `generated`, and `taken` of that in this round; the `ratio` of what is left of an output that the books should count
+    on by now; `mixed_tokens` of decode in this round's batch; the `queue` as it was when the round began, how much of
+    each prompt in it was cached then (`matched`, where the order asks and the target tells) and who was `put_back` for
+    the next candidate; `decided`, what the node looked like before it decoded. `joins` numbers those who began to.
     """
 
     settings: NodeSettings
@@ -47,12 +57,16 @@ class Evidence:
     ended: set[str] = field(default_factory=set)
     departed: str = ""
     prompts: dict[str, int] = field(default_factory=dict)
+    asked: dict[str, Prompt] = field(default_factory=dict)
     outputs: dict[str, Output] = field(default_factory=dict)
     generated: dict[str, int] = field(default_factory=dict)
     taken: dict[str, int] = field(default_factory=dict)
     ratio: Fraction = Fraction(0)
     mixed_tokens: int = 0
     queue: tuple[str, ...] = ()
+    matched: dict[str, int] = field(default_factory=dict)
+    put_back: list[PutBack] = field(default_factory=list)
+    joins: dict[str, int] = field(default_factory=dict)
     decided: Snapshot | None = None
 
     @property
@@ -70,17 +84,16 @@ def needed_pages_of(request: LiveRequest, page_size: int) -> int:
 
 
 def output_tokens(e: Evidence, rid: str) -> int:
-    """What a promise counts on of a request's output: one token where nothing decodes."""
+    """What a promise counts on of a candidate's output: one token where nothing decodes, and never more than the pool
+    could hold of it."""
     if e.settings.mode == "prefill":
         return FIRST_TOKEN
-    most, generated = _most_and_generated(e, rid)
-    return promised_output(most, generated)
+    most = min(_most_new_tokens(e, rid), e.settings.most_new_tokens(e.prompts.get(rid, 0)))
+    return promised_output(most, e.generated.get(rid, 0))
 
 
-def _most_and_generated(e: Evidence, rid: str) -> tuple[int, int]:
-    """The longest output that the books count on, and what of it is there."""
-    most = min(e.outputs.get(rid, USUAL_OUTPUT).max_new_tokens, e.settings.most_new_tokens(e.prompts.get(rid, 0)))
-    return most, e.generated.get(rid, 0)
+def _most_new_tokens(e: Evidence, rid: str) -> int:
+    return e.outputs.get(rid, USUAL_OUTPUT).max_new_tokens
 
 
 def owed_tokens(e: Evidence, decision: Decision) -> tuple[int, int]:
@@ -96,15 +109,23 @@ def owed_tokens(e: Evidence, decision: Decision) -> tuple[int, int]:
     return now, ceil_tokens(decision.tail_tokens, e.page_size) + output if e.rules.reserve_tail else 0
 
 
-def decode_tokens(e: Evidence, snapshot: Snapshot) -> tuple[int, Tokens]:
-    """What the running requests are promised: a token each of this batch if it is mixed, and their share later."""
-    running = [request.rid for request in snapshot.live if request.decoding]
+def asked_prompt(e: Evidence, rid: str) -> Prompt:
+    """What is computed for a waiting request: its prompt, and its own output where it was sent back."""
+    generated = e.generated.get(rid, 0)
+    return Prompt((*e.asked[rid].segments, (OutputOf(rid), generated))) if generated else e.asked[rid]
+
+
+def decode_tokens(e: Evidence, snapshot: Snapshot, *, only: str | None = None) -> tuple[int, Tokens]:
+    """What the running requests, or `only` one of them, are promised: a token each of this batch if it is mixed, and
+    their share later."""
+    running = [request.rid for request in snapshot.live if request.decoding and only in (None, request.rid)]
     fixed = estimated = 0
     for rid in running:
+        left = promised_output(_most_new_tokens(e, rid), e.generated.get(rid, 0))
         if e.outputs.get(rid, USUAL_OUTPUT).ignore_eos:
-            fixed += output_tokens(e, rid)
+            fixed += left
         else:
-            estimated += output_tokens(e, rid)
+            estimated += left
     return len(running) if e.mixed_tokens else 0, fixed + estimated * e.ratio
 
 
@@ -139,7 +160,7 @@ def simulation_passes(e: Evidence, decision: Decision) -> bool:
 
 def _ending(e: Evidence, rid: str) -> tuple[Tokens, int]:
     """(tokens left of its output, slots held when it runs)."""
-    most, generated = _most_and_generated(e, rid)
+    most, generated = _most_new_tokens(e, rid), e.generated.get(rid, 0)
     running = any(request.rid == rid and request.decoding for request in e.before.live)
     ratio = 1 if e.outputs.get(rid, USUAL_OUTPUT).ignore_eos else e.ratio
     return most * ratio - generated, e.prompts.get(rid, 0) + generated - running

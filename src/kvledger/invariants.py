@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvledger import checks_decision as decided
 from kvledger import checks_decode as decode
+from kvledger import checks_queue as queue
 from kvledger import checks_state as state
 from kvledger.evidence import Finding
 
@@ -151,7 +152,15 @@ INVARIANTS: tuple[Invariant, ...] = (
         decode.comes_back_whole,
         _DECODE,
     ),
-    Invariant("in-order", "whose turn it is must not be passed over", "decision", decode.in_order, _DECODE),
+    Invariant("in-order", "whose turn it is must not be passed over", "decision", queue.in_order, _DECODE),
+    Invariant(
+        "preemption-fair",
+        "work is only thrown away for somebody who matters more, and needs it",
+        "decision",
+        queue.preemption_fair,
+        _DECODE,
+    ),
+    Invariant("queue-kept", "who waits must not lose its place", "round", queue.queue_kept, _DECODE),
     Invariant(
         "slots-kept", "a request without a slot has no row to write its pages in", "round", decode.slots_kept, _DECODE
     ),

@@ -86,13 +86,14 @@ class MemoryLedger:
         self._due_tokens[Due.NOW] -= sum(entry.tokens for entry in entries if entry.due is Due.NOW)
         self._entries[request] = kept
 
-    def take_back(self, request: str, kind: str) -> None:
-        """One promise of this kind, if there is one, is open to others again, to the last fraction."""
+    def take_back(self, request: str, kind: str) -> bool:
+        """One promise of this kind is open to others again, to the last fraction; says whether there was one."""
         entries = self._entries.get(request, [])
         found = next((entry for entry in entries if entry.kind == kind), None)
         if found is not None:
             self._due_tokens[found.due] -= found.tokens
             self._entries[request] = [entry for entry in entries if entry is not found]
+        return found is not None
 
     def entries(self) -> Iterator[Promise]:
         """All open promises, in the order of the requests' admission."""

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from kvledger.decode import NewTokenRatio
 from kvledger.events import Abort, Event, Finish, Submit, Transferred
-from kvledger.evidence import Evidence
+from kvledger.evidence import Evidence, PutBack
 from kvledger.invariants import INVARIANTS, Invariant
 from kvledger.node import NodeSettings, PrefillNode
 from kvledger.record import Decision, RoundRecord
@@ -30,7 +30,7 @@ class InvariantMonitor(Monitor):
             self._pending.setdefault(invariant.when, []).append(invariant)
         self.skipped: list[str] = []
         self.crash: Exception | None = None
-        self._round = self._rounds_ended = 0
+        self._round = self._rounds_ended = self._joined = 0
         self._open = False
 
     def attach(self, target: Target, settings: NodeSettings, rules: AccountingRules) -> None:
@@ -57,8 +57,17 @@ class InvariantMonitor(Monitor):
 
     def preempted(self) -> None:
         self._open_round()
+        e, before = self.evidence, self.evidence.after
         self._look()
-        self.evidence.before = self.evidence.after
+        still = {request.rid for request in e.after.live if request.decoding}
+        went = tuple(each.rid for each in before.live if each.decoding and each.rid not in still)
+        e.put_back.append(PutBack(before, went, e.mixed_tokens))
+        e.mixed_tokens = max(0, e.mixed_tokens - len(went))  # they take no token in this batch
+        e.before = e.after
+
+    def before_decode(self) -> None:
+        self._open_round()
+        self._look()
 
     def _open_round(self) -> None:
         """What the round finds, before anything is decided in it."""
@@ -69,14 +78,19 @@ class InvariantMonitor(Monitor):
         e.queue = e.after.waiting
         running = sum(request.in_flight for request in e.after.live)
         e.mixed_tokens = running if e.settings.mixed_chunk else 0
+        matched = getattr(self._target, "matched_tokens", None)
+        if matched is not None and e.settings.schedule_policy in ("lpm", "shortest-prefill-first"):
+            e.matched = {rid: matched(rid) for rid in e.queue}
 
     def after_decision(self, decision: Decision) -> None:
         self._look()
         self._round = self._rounds_ended + 1
         self._ask("decision", decision)
         self.evidence.earlier.append(decision)
+        self.evidence.put_back = []
 
     def after_round(self, record: RoundRecord) -> None:
+        self._open_round()
         self._count_output(record)
         self.evidence.departed = ""
         self.evidence.decided = self.evidence.after
@@ -93,6 +107,8 @@ class InvariantMonitor(Monitor):
         for d in record.joined:
             if not d.tail_tokens:
                 self.evidence.computed.pop(d.request)
+                self._joined += 1
+                self.evidence.joins[d.request] = self._joined
                 if not unified:
                     self.evidence.unserved.discard(d.request)
         aborted = [rid for rid, _ in record.aborted]
@@ -154,8 +170,10 @@ class InvariantMonitor(Monitor):
         match event:
             case Submit(request=rid, prompt=prompt, output=output):
                 e.prompts[rid] = prompt.tokens
+                e.asked[rid] = prompt
                 e.outputs[rid] = output
-                if e.settings.fits_empty_pool(prompt.tokens, output):
+                fits = e.settings.fits_empty_pool(prompt.tokens, output)
+                if fits and e.settings.some_batch_holds(prompt.tokens, e.rules):
                     e.unserved.add(rid)
             case Finish(request=rid) if any(r.rid == rid and r.decoding for r in e.after.live):
                 e.ended.add(rid)
@@ -189,7 +207,7 @@ class _Kept:
 
     def __init__(self, e: Evidence, rid: str) -> None:
         self.generated_tokens = e.generated.get(rid, 0) - 1
-        self.max_new_tokens = min(e.outputs[rid].max_new_tokens, e.settings.most_new_tokens(e.prompts[rid]))
+        self.max_new_tokens = e.outputs[rid].max_new_tokens
 
 
 def checked_replay(

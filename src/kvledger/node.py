@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from kvledger.adder import AddReqResult, Chunk, PrefillAdder
-from kvledger.arithmetic import ceil_pages, floor_tokens
+from kvledger.arithmetic import ceil_pages, ceil_tokens, floor_tokens
 from kvledger.decode import promised_output
 from kvledger.occupancy import Occupancy
 from kvledger.policy import SchedulePolicy, continuation_limit, ordered, prefill_work
@@ -83,8 +83,16 @@ class NodeSettings:
         return self.needed_tokens(prompt_tokens, output) < self.pool_pages * self.page_size
 
     def most_new_tokens(self, prompt_tokens: int) -> int:
-        """The longest output that the books count on: with more, its gate could ask for more than there is."""
+        """The longest output that a gate counts on: with more, it could ask for more than there is."""
         return self.pool_pages * self.page_size - 1 - self.page_size - prompt_tokens
+
+    def some_batch_holds(self, tokens: int, rules: AccountingRules) -> bool:
+        """So much to compute fits a chunk, or can be cut under these rules; a prefill node does not ask (#36344)."""
+        chunk = self.chunked_prefill_size
+        if self.mode == "prefill" or chunk is None or ceil_tokens(tokens, self.page_size) <= chunk:
+            return True
+        most = floor_tokens(chunk, self.page_size)
+        return floor_tokens(most, rules.truncation_align or self.page_size) > 0
 
     @property
     def sound_presets(self) -> frozenset[str]:
@@ -110,6 +118,9 @@ class Watcher:
     def after_decision(self, decision: Decision) -> None: ...
     def preempted(self) -> None:
         """Between two decisions, running requests have been put back for the next candidate."""
+
+    def before_decode(self) -> None:
+        """The batch, if there is one, has run; what runs beside it, or in its place, comes next."""
 
 
 class PrefillNode(Occupancy):
@@ -261,7 +272,17 @@ class PrefillNode(Occupancy):
 
     def _queue(self) -> Iterable[Request]:
         """The waiting requests in the order of the schedule policy."""
-        return ordered(self.settings.schedule_policy, self.waiting.values(), self._matched_tokens, self.page_size)
+        return ordered(
+            self.settings.schedule_policy,
+            self.waiting.values(),
+            self._matched_tokens,
+            self.page_size,
+            caches=self.settings.prefix_cache,
+        )
+
+    def matched_tokens(self, rid: str) -> int:
+        """Tokens of a waiting request that are cached by now, on the device or the host."""
+        return self._matched_tokens(self.waiting[rid])
 
     def _matched_tokens(self, request: Request) -> int:
         self._match(request)

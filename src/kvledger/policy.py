@@ -22,8 +22,13 @@ Matched = Callable[[Request], int]
 """Tokens of a waiting request that are cached, on the device or the host."""
 
 
-def ordered(policy: SchedulePolicy, waiting: Iterable[Request], matched: Matched, page_size: int) -> Iterable[Request]:
-    """The queue in the order of a policy; a stable one, so that equals stay in order of arrival."""
+def ordered(
+    policy: SchedulePolicy, waiting: Iterable[Request], matched: Matched, page_size: int, *, caches: bool = True
+) -> Iterable[Request]:
+    """The queue in the order of a policy; a stable one, so that equals stay in order of arrival.
+
+    Where nothing is kept for others (`caches` false) nobody waits for what another computes.
+    """
     if policy == "fcfs":
         return waiting
     queue = list(waiting)
@@ -32,7 +37,7 @@ def ordered(policy: SchedulePolicy, waiting: Iterable[Request], matched: Matched
     if policy == "lpm" and len(queue) > LONGEST_MATCHED_QUEUE:
         return queue
     hits = {request.rid: matched(request) for request in queue}
-    later = about_to_be_cached(queue, hits, page_size)
+    later = about_to_be_cached(queue, hits, page_size) if caches else set()
     if policy == "lpm":
         return sorted(queue, key=lambda request: (request.rid in later, -hits[request.rid]))
     return sorted(queue, key=lambda request: (request.rid in later, prefill_work(request, hits[request.rid])))

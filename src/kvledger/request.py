@@ -7,6 +7,20 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
+class OutputOf(str):
+    """The segment that a request's own output is: no segment of a prompt equals it, whatever that is called."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OutputOf) and str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A prompt as [segment, tokens] runs. A token's identity is (segment, position in that run)."""
@@ -143,9 +157,7 @@ class Request:
 
     @property
     def max_new_tokens(self) -> int:
-        """The longest output that the books count on: what a pool could hold of it at most."""
-        most = self.output.max_new_tokens
-        return most if self.most_new_tokens is None else min(most, self.most_new_tokens)
+        return self.output.max_new_tokens
 
     @property
     def ignore_eos(self) -> bool:

@@ -16,7 +16,7 @@ from kvledger.decode import NewTokenRatio, retraction_order
 from kvledger.node import NodeSettings, PrefillNode, Watcher
 from kvledger.pool import OutOfPages, PrefillOutOfMemory
 from kvledger.record import RoundRecord
-from kvledger.request import Prompt, Request, RequestState
+from kvledger.request import USUAL_OUTPUT, Output, OutputOf, Prompt, Request, RequestState
 from kvledger.rules import AccountingRules
 from kvledger.unified_adder import UnifiedAdder
 from kvledger.views import ledger_facts
@@ -58,6 +58,18 @@ class UnifiedNode(PrefillNode):
         self._told = RoundFacts()
 
     # --- what arrives from outside
+
+    def submit(self, rid: str, prompt: Prompt, output: Output = USUAL_OUTPUT) -> str | None:
+        """The entry asks what gate and cut will ask."""
+        if not self.settings.some_batch_holds(prompt.tokens, self.rules):
+            return f"prompt {prompt.tokens} {self._uncut()}"
+        return super().submit(rid, prompt, output)
+
+    def _uncut(self) -> str:
+        return (
+            f"tokens are more than the chunk of {self.settings.chunked_prefill_size}, and a cut is a multiple of "
+            f"{self.rules.truncation_align}"
+        )
 
     def finish(self, rid: str) -> None:
         """A running request's output ends now; nothing happens to any other."""
@@ -118,6 +130,7 @@ class UnifiedNode(PrefillNode):
 
     def _beside(self, adder: PrefillAdder) -> PrefillOutOfMemory | None:
         """Decode: in a mixed batch, or alone where there is no batch. Then those whose prompt is done join it."""
+        self.watcher.before_decode()
         try:
             if not adder.can_run_list:
                 self._decode_alone()
@@ -181,7 +194,8 @@ class UnifiedNode(PrefillNode):
     def _make_room(self) -> bool:
         """Send running requests back until the round's pages are there; says whether any had to go.
 
-        The last one that cannot go on while nobody else holds anything is aborted: waiting would not help it.
+        The last one that cannot go on while no other request holds anything is aborted: none of them could help it.
+        Slots that are held from outside could, if anybody knew when they come back: the reason names them.
         """
         went = 0
         for victim in retraction_order(self.running.values()):
@@ -189,13 +203,19 @@ class UnifiedNode(PrefillNode):
                 break
             went += 1
             if len(self.live) == 1:
-                self._abort(victim, "alone on the node, and the pool has no page for its next token")
+                self._abort(
+                    victim, f"alone on the node{self._outsiders()}, and the pool has no page for its next token"
+                )
             else:
                 self._told.retracted.append(victim.rid)
                 self._send_back(victim)
         if went:
             self.ratio.retracted(list(self.running.values()))
         return went > 0
+
+    def _outsiders(self) -> str:
+        names = ", ".join(name for name, held in self.held.items() if held.pages)
+        return f" but for {names}, who holds slots from outside" if names else ""
 
     def _short_pages(self) -> int:
         """Pages that the next tokens need beyond what decode may take."""
@@ -215,11 +235,14 @@ class UnifiedNode(PrefillNode):
         self.retractions += 1
         generated = request.generated_tokens
         origin = request.origin or request.prompt
-        prompt = Prompt((*origin.segments, (f"{request.rid}\0output", generated)))
+        prompt = Prompt((*origin.segments, (OutputOf(request.rid), generated)))
         if prompt.tokens + self.page_size >= self.settings.pool_pages * self.page_size:
             self._told.aborted.append(
                 (request.rid, f"with its output of {generated} tokens it no longer fits the pool")
             )
+            return
+        if not self.settings.some_batch_holds(prompt.tokens, self.rules):
+            self._told.aborted.append((request.rid, f"with its output its {prompt.tokens} {self._uncut()}"))
             return
         self.waiting[request.rid] = replace(
             request, prompt=prompt, origin=origin, state=RequestState.WAITING, prefix_tokens=0, pages=[], locked=[]

@@ -108,8 +108,12 @@ class UnifiedAdder(PrefillAdder):
         return running_share(_Output(request), self.new_token_ratio)
 
     def _output_tokens(self, req: PrefillRequest) -> int:
+        """A candidate's: no more than the pool could hold of it, if it says so (`most_new_tokens`), or it would wait
+        for ever."""
         output = _Output(req)
-        return promised_output(output.max_new_tokens, output.generated_tokens)
+        most: int | None = getattr(req, "most_new_tokens", None)
+        most = output.max_new_tokens if most is None else min(output.max_new_tokens, most)
+        return promised_output(most, output.generated_tokens)
 
     def _room_of_half_done(self) -> int:
         """Its tail comes before decode: what running requests may grow, and a token each of them, is not in its way."""
@@ -149,16 +153,16 @@ class UnifiedAdder(PrefillAdder):
     # --- preemption by priority
 
     def preempt_to_schedule(self, req: PrefillRequest) -> bool:
-        """Put running requests of lower priority back until `req` passes its gate; False, and nobody is, if it cannot.
+        """Put running requests of lower priority back until what they give back comes to what `req` lacks; False, and
+        nobody is, if it cannot. The gate asks for more than that, if only by a fraction: it may refuse `req` still.
 
         Each gives back its own share of the offset, not the newcomer's. For the decision a share counts in whole
-        pages, rounded down, because that is what a newcomer can use; the ledger gives back all of it.
+        pages, rounded down, because that is what a newcomer can use; the ledger gives back all of it. What a victim
+        holds already is not counted: one whose share is below a page makes no room, however much it holds.
         """
         needed = self._needed_tokens(req) - self.rem_total_tokens
         chosen: list[Any] = []
-        for victim in victims(
-            self.running, _Output(req).priority, self.threshold, low_values_first=self.low_values_first
-        ):
+        for victim in self._victims(_Output(req).priority):
             chosen.append(victim)
             needed -= floor_tokens(math.floor(self._share(victim)), self.page_size)
             if needed <= 0:
@@ -168,10 +172,14 @@ class UnifiedAdder(PrefillAdder):
         self._put_back(chosen)
         return True
 
+    def _victims(self, priority: int) -> list[Any]:
+        return victims(self.running, priority, self.threshold, low_values_first=self.low_values_first)
+
     def _put_back(self, chosen: Sequence[Any]) -> None:
         for victim in chosen:
             self.memory.take_back(victim.rid, "running")
-            self.memory.take_back(victim.rid, "decode")
+            if self.memory.take_back(victim.rid, "decode"):
+                self.compute.spend(-1)  # it takes no token in this batch
             self._release(victim)
         self.running = [each for each in self.running if not _among(each, chosen)]
         self.preempt_list += chosen

@@ -25,7 +25,7 @@ if SESSION.rules is None and SESSION.target is PrefillNode:
             del _case
 
 
-@pytest.mark.parametrize("seed", [737, 1])
+@pytest.mark.parametrize("seed", [5728, 1])
 def test_the_search_can_fail(seed: int) -> None:
     """Under a rule that lets decode take a reserved tail, some of the same examples break."""
     import random
@@ -33,5 +33,5 @@ def test_the_search_can_fail(seed: int) -> None:
     rules = AccountingRules(reserve_tail=True, decode_yields=False)
     _, monitor = example(random.Random(seed), rules, space=UNIFIED_SPACE)
     _, sound = example(random.Random(seed), AccountingRules(reserve_tail=True), space=UNIFIED_SPACE)
-    assert bool(monitor.broken) is (seed == 737)
+    assert bool(monitor.broken) is (seed == 5728)
     assert not sound.broken

@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, Literal
 
 import pytest
@@ -18,7 +19,7 @@ from kvledger.events import (
     Submit,
     Transferred,
 )
-from kvledger.evidence import Evidence
+from kvledger.evidence import Evidence, PutBack
 from kvledger.invariants import INVARIANTS, Invariant
 from kvledger.ledger import Due, Promise
 from kvledger.monitor import InvariantMonitor, checked_replay
@@ -86,6 +87,7 @@ REFUSED = replace(
 )
 # 318 tokens are the most that CALM's free pages let in.
 ADMITTED = replace(WHOLE, request="E", prompt_tokens=318, end=318)
+SMALL = replace(ADMITTED, prompt_tokens=190, end=190)
 OTHER = replace(REFUSED, prompt_tokens=600, reason=AddReqResult.OTHER)
 # A's second chunk, as far as its pages go in CALM.
 COMPUTED = replace(WHOLE, request="A", kind="resumed", prompt_tokens=600, start=128, end=256)
@@ -146,6 +148,9 @@ UNIFIED: dict[str, Any] = {"chunked_prefill_size": 512, "mode": "unified"}
 R = LiveRequest("R", 100, pages=(4, 5), shared_pages=1, in_flight=True, decoding=True)
 DECODED = replace(RECORD, decisions=(), decoded=("R",))
 FULL = replace(DECODED, batch_is_full=True)
+MORE = replace(RECORD, decisions=(REFUSED,))
+MIXED = replace(RECORD, decoded=("R",))
+WENT_BACK = replace(RECORD, retracted=("R",))
 GIVEN_UP = replace(DECODED, decoded=(), aborted=(("R", "no page"),))
 
 
@@ -181,6 +186,42 @@ def queued(policy: str) -> Evidence:
     seen = evidence(settings=node_settings(schedule_policy=policy))
     outputs = {"Q1": Output(priority=1), "Q2": Output(priority=2)}
     return replace(seen, queue=("Q1", "Q2"), prompts={"Q1": 9, "Q2": 9}, outputs=outputs)
+
+
+def by_length(policy: str) -> Evidence:
+    """Q1 computes 100 tokens, Q2 the last 9 of 100; beside A, which goes on."""
+    seen = evidence(settings=node_settings(mode="unified", schedule_policy=policy, chunked_prefill_size=128))
+    asked = {rid: Prompt([(rid, 100)]) for rid in ("Q1", "Q2")}
+    return replace(seen, queue=("Q1", "Q2"), prompts={"Q1": 100, "Q2": 100}, asked=asked, matched={"Q1": 0, "Q2": 91})
+
+
+def continued(tokens: int) -> Decision:
+    return replace(WHOLE, request="A", kind="resumed", prompt_tokens=600, start=128, end=128 + tokens)
+
+
+def made_way(*went: str) -> Evidence:
+    """V1 to V3, more and more important, run with 64 tokens to go each; of 384 tokens 192 are left for E."""
+    settings = node_settings(
+        mode="unified", schedule_policy="priority", preemption_threshold=0, new_token_ratio_percent=100
+    )
+    live = tuple(LiveRequest(rid, 64, (), 0, in_flight=True, decoding=True) for rid in ("V1", "V2", "V3"))
+    before = replace(CALM, live=live)
+    outputs = {f"V{number}": Output(64, priority=number) for number in (1, 2, 3)}
+    seen = replace(
+        evidence(before, settings=settings),
+        outputs=outputs | {"E": Output(priority=3)},
+        prompts=dict.fromkeys(("V1", "V2", "V3", "E"), 64),
+        ratio=Fraction(1),
+    )
+    return replace(seen, put_back=[PutBack(before, went, 0)] if went else [])
+
+
+def queue_behind(*queue: str) -> Evidence:
+    """Such a queue before the round (the first admitted, if it is C); what follows C is the one after it."""
+    seen = beside(max_running_requests=2)
+    waiting = queue[1:] if queue[:1] == ("C",) else queue
+    found = ("C", "Q") if queue else ()
+    return replace(seen, queue=found, after=replace(seen.after, waiting=waiting))
 
 
 CASES = [
@@ -626,17 +667,53 @@ CASES = [
     Case("in-order", "the less important", queued("priority"), (replace(WHOLE, request="Q1"),), "Q1", "before Q2"),
     Case(
         "in-order",
-        "by length, which the queue alone does not tell",
+        "by match, which the target does not tell",
         queued("lpm"),
         (replace(WHOLE, request="Q2"),),
         HEALTHY,
     ),
+    *(
+        Case("in-order", f"{first} of two by {policy}", by_length(policy), (replace(WHOLE, request=first),), *blames)
+        for policy, first, *blames in (
+            ("lpm", "Q2", HEALTHY),
+            ("lpm", "Q1", "Q1", "before Q2"),
+            ("shortest-prefill-first", "Q2", HEALTHY),
+            ("shortest-prefill-first", "Q1", "Q1", "before Q2"),
+        )
+    ),
+    Case("in-order", "64 of 128 are kept for Q2", by_length("shortest-prefill-first"), (continued(64),), HEALTHY),
+    Case(
+        "in-order", "what is kept for Q2 is used", by_length("shortest-prefill-first"), (continued(128),), "A", "it 64"
+    ),
+    Case("preemption-fair", "nobody made way", made_way(), (ADMITTED,), HEALTHY),
+    Case("preemption-fair", "the least important", made_way("V1"), (ADMITTED,), HEALTHY),
+    Case("preemption-fair", "one as important", made_way("V3"), (ADMITTED,), "V3", "not more important"),
+    Case("preemption-fair", "another is less important", made_way("V2"), (ADMITTED,), "V2", "V1 is less"),
+    Case("preemption-fair", "the first would do", made_way("V1", "V2"), (SMALL,), "V2", "V1 would do"),
+    Case("preemption-fair", "it takes two", made_way("V1", "V2"), (ADMITTED,), HEALTHY),
+    Case("queue-kept", "one was admitted, one went back", queue_behind("C", "Q", "R"), (WENT_BACK,), HEALTHY),
+    Case("queue-kept", "before its turn", queue_behind("C", "R", "Q"), (WENT_BACK,), "R", "is R, Q .* Q, R"),
+    Case("queue-kept", "it is lost", queue_behind("C", "Q"), (WENT_BACK,), None, "should be Q, R"),
     Case("slots-kept", "two of two slots", beside(max_running_requests=2), (DECODED,), HEALTHY),
     Case("slots-kept", "two of one slot", beside(max_running_requests=1), (DECODED,), "R", "2 requests .* 1 request"),
     Case("slots-kept", "two of a stage's one slot", beside(max_running_requests=3, pp_size=2), (DECODED,), "R"),
     Case("full-is-true", "somebody lacks memory", beside(), (replace(FULL, decisions=(REFUSED,)),), HEALTHY),
     Case("full-is-true", "somebody lacks a slot", beside(max_running_requests=2), (FULL,), HEALTHY),
     Case("full-is-true", "nobody lacks anything", beside(), (FULL,), None, "neither memory nor"),
+    Case("full-is-true", "it lacks memory, and is not called so", beside(), (MORE,), None, "not called full"),
+    Case("full-is-true", "nothing is lacked", beside(), (RECORD,), HEALTHY),
+    Case("full-is-true", "a slot is lacked", queue_behind("Q"), (RECORD,), None, "not called full"),
+    Case("full-is-true", "nobody waits for a slot", queue_behind(), (RECORD,), HEALTHY),
+    Case("each-decodes-once", "beside a batch", beside(), (replace(RECORD, decoded=("R",)),), "R", "beside a batch"),
+    Case("each-decodes-once", "in a mixed batch", beside(mixed_chunk=True), (MIXED,), HEALTHY),
+    Case(
+        "each-decodes-once",
+        "passed over by a mixed batch",
+        beside(mixed_chunk=True),
+        (replace(MIXED, decoded=()),),
+        "R",
+        "passed it over",
+    ),
     Case("each-decodes-once", "one token each", beside(), (DECODED,), HEALTHY),
     Case("each-decodes-once", "it went back", beside(), (replace(DECODED, decoded=(), retracted=("R",)),), HEALTHY),
     Case("each-decodes-once", "passed over", beside(), (replace(DECODED, decoded=()),), "R", "passed it over"),

@@ -42,6 +42,7 @@ ORDER = (
 HELPERS = {
     "checks_decision": "invariants",
     "checks_decode": "invariants",
+    "checks_queue": "invariants",
     "checks_state": "invariants",
     "saving": "trace",
     "schema": "trace",

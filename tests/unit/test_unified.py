@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -177,10 +178,26 @@ def test_a_retracted_request_gives_back_all_its_pages() -> None:
 def test_the_last_one_that_cannot_go_on_is_given_up_with_a_reason() -> None:
     replay = run([ask("A", 4, 24), Round(), Hold("x", 32), *[Round()] * 5], unified(**TIGHT))
     aborted = [pair for record in replay.outcome.rounds for pair in record.aborted]
-    assert aborted == [("A", "alone on the node, and the pool has no page for its next token")]
+    assert aborted == [
+        ("A", "alone on the node but for x, who holds slots from outside, and the pool has no page for its next token")
+    ]
     assert not replay.target.has_work
     document = next(record for record in replay.outcome.document()["rounds"] if "aborted" in record)
     assert document["aborted"] == [{"request": "A", "reason": aborted[0][1]}]
+    healthy(replay)
+
+
+def test_no_prompt_finds_the_output_of_a_request_that_was_sent_back() -> None:
+    """Nor one whose segment is called what the output is."""
+    replay = until_retracted()
+    again = next(each for each in node_of(replay).waiting.values() if each.generated_tokens)
+    segment, tokens = again.prompt.segments[-1]
+    assert tokens == again.generated_tokens
+    for name in (str.__str__(segment), again.rid, f"{again.rid}\0output"):
+        same = Prompt((*again.prompt.segments[:-1], (name, tokens)))
+        assert same.page_keys(1)[:4] == again.prompt.page_keys(1)[:4]
+        assert same.page_keys(1)[4] != again.prompt.page_keys(1)[4]
+    assert Prompt(again.prompt.segments) == again.prompt
     healthy(replay)
 
 
@@ -223,6 +240,26 @@ def test_nobody_is_put_back_below_the_threshold(threshold: int | None, priority:
     assert healthy(replay).verdict == "ok"
 
 
+def test_a_preempted_request_takes_no_token_of_the_batch_with_it() -> None:
+    sizes = {"page_size": 1, "checkpoint_align": 1, "chunked_prefill_size": 1, "pool_tokens": 24}
+    settings = unified(
+        **sizes, schedule_policy="priority", preemption_threshold=0, mixed_chunk=True, new_token_ratio_percent=100
+    )
+    replay = run([ask("A", 1, 20), Round(), ask("B", 2, 8, priority=1), Round()], settings)
+    assert (last(replay).preempted, [d.request for d in last(replay).joined]) == (("A",), ["B"])
+    healthy(replay)
+
+
+@pytest.mark.parametrize("policy", ["lpm", "shortest-prefill-first"])
+def test_nobody_waits_for_a_prefix_that_is_kept_for_nobody(policy: str) -> None:
+    shared = Prompt([("a", 64)])
+    settings = unified(schedule_policy=policy, prefix_cache=False, chunked_prefill_size=64, pool_tokens=512)
+    events: list[Event] = [Submit("A", shared), Submit("B", shared), Submit("C", Prompt([("c", 64)])), *[Round()] * 3]
+    replay = run(events, settings)
+    joined = [[d.request for d in record.joined] for record in healthy(replay).rounds]
+    assert joined == [["A"], ["B"], ["C"]]
+
+
 def test_a_request_slot_is_made_free_too() -> None:
     settings = unified(schedule_policy="priority", preemption_threshold=0, max_running_requests=1)
     replay = run([ask("A", 4, 9), Round(), ask("B", 4, 2, priority=3), Round()], settings)
@@ -253,8 +290,8 @@ def test_an_output_beyond_the_clip_is_let_in_for_the_clip_and_comes_back_near_th
     node.running["A"].generated_tokens = 4000
     node._send_back(node.running["A"])
     request = node.waiting["A"]
-    need = request.prompt_tokens + min(request.max_new_tokens - 4000, 4096) + 64
-    assert request.max_new_tokens == 4352 - 1 - 64 - 128
+    need = request.prompt_tokens + min((request.most_new_tokens or 0) - 4000, 4096) + 64
+    assert request.most_new_tokens == 4352 - 1 - 64 - 128
     assert need < 4352
     assert len(node.run_round().joined) == 1
 
@@ -269,6 +306,35 @@ def test_the_simulations_entry_asks_for_what_the_simulation_asks(prompt: int) ->
 
 
 # --- without a cache
+
+
+@pytest.mark.parametrize(("prompt", "align", "fits"), [(129, 4096, False), (128, 4096, True), (129, 128, True)])
+def test_a_prompt_that_no_batch_can_hold_is_refused_at_the_entry(prompt: int, align: int, fits: bool) -> None:
+    sizes = {"page_size": 1, "checkpoint_align": 1, "chunked_prefill_size": 128, "pool_tokens": 20000}
+    rules = AccountingRules(reserve_tail=True, truncation_align=align)
+    replay = run([ask("A", prompt, 2), Drain()], unified(**sizes), rules)
+    assert bool(replay.outcome.rejected_at_submit) is not fits
+    assert healthy(replay).stuck is None
+
+
+def test_one_that_comes_back_too_long_to_be_cut_is_given_up() -> None:
+    sizes = {"page_size": 1, "checkpoint_align": 1, "chunked_prefill_size": 8, "pool_tokens": 30}
+    rules = AccountingRules(reserve_tail=True, truncation_align=16)
+    asked = [ask("A", 8, 12), ask("B", 8, 12)]
+    replay = run([*asked, Drain()], unified(**sizes, new_token_ratio_percent=1), rules)
+    given_up = [pair for record in replay.outcome.rounds for pair in record.aborted]
+    assert [rid for rid, _ in given_up] == ["B"]
+    assert "a cut is a multiple of 16" in given_up[0][1]
+    assert healthy(replay).stuck is None
+
+
+def test_a_share_is_what_is_left_though_the_pool_could_not_hold_it() -> None:
+    """4188 tokens of it could be held; the share starts at the clip all the same, and shrinks with the ratio alone."""
+    sizes = {"page_size": 1, "checkpoint_align": 1, "pool_tokens": 4200, "chunked_prefill_size": 64}
+    replay = run([ask("A", 10, 100_000), Round(), *[Decode()] * 99], unified(**sizes, new_token_ratio_percent=100))
+    share = next(entry.tokens for entry in last(replay).promises if entry.kind == "running")
+    assert share == math.ceil(4096 * (1 - Fraction(86, 100) * Fraction(98, 600))) == 3521, "shown rounded up"
+    healthy(replay)
 
 
 def test_without_a_cache_nothing_is_kept_and_nothing_found() -> None:

@@ -18,7 +18,7 @@ from kvledger.node import NodeSettings
 from kvledger.policy import SchedulePolicy
 from kvledger.record import Snapshot
 from kvledger.replay import Replay
-from kvledger.request import Output
+from kvledger.request import Output, Prompt
 from kvledger.rules import SOUND_BESIDE_DECODE
 from kvledger.testing.moves import (
     MOVES,
@@ -33,6 +33,7 @@ from kvledger.testing.moves import (
 )
 
 BEYOND_CLIP = 4200
+MOST_IMPORTANT = 4
 MOST_DRAINED_TOKENS = 24
 WIDE_TOKENS = 8192
 """Outputs that are longer are given up before a drain."""
@@ -80,6 +81,7 @@ def draw_unified(
     if width > 5 and settings.page_size >= 16 and settings.chunked_prefill_size is not None:
         pool_tokens = settings.pool_tokens + WIDE_TOKENS
         settings = replace(settings, pool_tokens=pool_tokens, chunked_prefill_size=WIDE_TOKENS // 4)
+    preempts = schedule_policy == "priority" and threshold > 0
     return replace(
         settings,
         mode="unified",
@@ -87,8 +89,8 @@ def draw_unified(
         mixed_chunk=bool(mixed),
         max_running_requests=limit,
         pp_size=2 if limit is not None and limit >= 2 and stages == 3 else 1,
-        preemption_threshold=(None, 0, 0, 1)[threshold] if schedule_policy == "priority" else None,
-        new_token_ratio_percent=(70, 1, 1, 30, 100)[ratio],
+        preemption_threshold=(None, 0, 0, 1)[threshold] if preempts else None,
+        new_token_ratio_percent=(70, 100, 100, 30, 100)[ratio] if preempts else (70, 1, 1, 30, 100)[ratio],
         prefix_cache=cache != 5,
     )
 
@@ -167,6 +169,17 @@ def submit_growing(world: UnifiedWorld, length: int, ignore: int, priority: int)
     return _with_output(_submit_page, PLENTY)(world, length, ignore, priority)
 
 
+def submit_important(world: UnifiedWorld, beyond: int, **output: int) -> Event:
+    """A prompt a little too long for the gate, more important than all that run; a short one where nobody makes way."""
+    running = any(request.decoding for request in world.replay.target.snapshot().live)
+    if world.settings.preemption_threshold is None or not running:
+        return submit_growing(world, **output)
+    world.output = Output(priority=MOST_IMPORTANT)
+    tokens = world.room_tokens() + (1, 2, _page(world), _page(world) + 2)[beyond]
+    name = world.fresh_name()
+    return Submit(name, Prompt(((name, max(1, min(tokens, world.largest_tokens()))),)), world.output)
+
+
 def _submit_page(world: World) -> Event:
     return submit_short(world, landmark=4, step=0)
 
@@ -205,6 +218,8 @@ UNIFIED_MOVES: tuple[Move, ...] = (
     Move("decode", {}, decode),
     Move("submit_growing", OUTPUT, submit_growing),
     Move("submit_growing", OUTPUT, submit_growing),
+    Move("submit_important", {"beyond": (0, 3), **OUTPUT}, submit_important),
+    Move("submit_important", {"beyond": (0, 3), **OUTPUT}, submit_important),
     Move("finish", {"pick": PICK}, finish),
 )
 
