@@ -9,7 +9,7 @@ from typing import Any
 from kvledger.adder import PrefillAdder, PrefillRequest
 from kvledger.decode import retraction_order
 from kvledger.node import NodeSettings
-from kvledger.policy import victims
+from kvledger.policy import ordered, victims
 from kvledger.pool import PrefillOutOfMemory
 from kvledger.record import Decision
 from kvledger.request import Request
@@ -161,6 +161,14 @@ class LongestPrefillFirst(UnifiedNode):
 
     def _queue(self) -> Iterable[Request]:
         return list(super()._queue())[::-1]
+
+
+@mutant("in-order", narrow=lambda settings: not settings.prefix_cache and _shortest_first(settings))
+class WaitsForWhatNobodyKeeps(UnifiedNode):
+    """Who shares a prefix with an earlier one waits for it, though nothing is kept for others."""
+
+    def _queue(self) -> Iterable[Request]:
+        return ordered(self.settings.schedule_policy, self.waiting.values(), self._matched_tokens, self.page_size)
 
 
 @mutant("in-order", narrow=_shortest_first)
