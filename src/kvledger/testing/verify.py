@@ -61,7 +61,7 @@ def command(
         if result.found is not None
     }
     if as_json:
-        print(json.dumps(document(results, paths), indent=2))
+        print(json.dumps(document(results, paths), indent=2), flush=True)  # a reader who has gone is noticed here
     else:
         _print_tables(_Console(), results, paths, too_few=too_few)
         if left_out:
