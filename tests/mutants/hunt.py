@@ -22,8 +22,8 @@ SEEDS = 100_000
 """Where the search for nodes that a mutant asks for gives up."""
 
 
-class NotWorthAnExampleError(Exception):
-    """The node that was drawn is none that the mutant asks for."""
+class NotWorthAnExampleError(BaseException):
+    """The node that was drawn is none that the mutant asks for. Not an Exception: it is no fault of a target."""
 
 
 @dataclass(slots=True)

@@ -30,7 +30,8 @@ def test_still_needed(name: str, sglang: TargetFactory) -> None:
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", WITHOUT, name, str(TRACE)], capture_output=True, text=True, check=False
     )
-    assert run.returncode != 0, f"the stub {name} is no longer needed, remove it: the trace ended {run.stdout.strip()}"
+    ended = (run.returncode, run.stdout.strip())
+    assert ended != (0, "ok"), f"the stub {name} is no longer needed, remove it: the trace runs without it"
 
 
 def test_the_trace_runs_with_all_of_them(sglang: TargetFactory) -> None:
