@@ -24,10 +24,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from kvledger.events import Hold, Round, Submit, Transferred
 from kvledger.monitor import InvariantMonitor
-from kvledger.node import NodeSettings, PrefillNode
+from kvledger.node import PrefillNode
 from kvledger.replay import Monitor, Replay
 from kvledger.request import Prompt
 from kvledger.rules import PRESETS
+from kvledger.settings import NodeSettings
 from kvledger.testing.machine import actions, observing, state_machine, strategy
 from kvledger.testing.moves import MOVES, NODE_DOMAINS, RULES_DOMAINS
 from kvledger.testing.search import search_settings

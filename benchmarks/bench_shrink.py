@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from kvledger.adder import PrefillAdder, PrefillRequest
-from kvledger.node import NodeSettings, PrefillNode, Watcher
+from kvledger.node import PrefillNode, Watcher
 from kvledger.radix import PrefixTree
 from kvledger.replay import TargetFactory
 from kvledger.request import CachedPage
 from kvledger.rules import PRESETS, AccountingRules
+from kvledger.settings import NodeSettings
 from kvledger.shrink import Shrunk, shrink
 from kvledger.testing.driver import example, trace_of
 from kvledger.trace import Trace, dumps, load

@@ -14,9 +14,10 @@ import statistics
 import sys
 import time
 
-from kvledger.node import NodeSettings, PrefillNode
+from kvledger.node import PrefillNode
 from kvledger.request import Output, Prompt
 from kvledger.rules import PRESETS
+from kvledger.settings import NodeSettings
 from kvledger.unified import UnifiedNode
 
 RUNNING = 256

@@ -26,11 +26,12 @@ from kvledger.kernels.model import MODELS, ModelSpec
 from kvledger.kernels.real_memory import Counts, DeviceSlots, RealPages
 from kvledger.kernels.state_plan import CHUNK
 from kvledger.kernels.tables import TableError
-from kvledger.node import NodeSettings, PrefillNode, Watcher
+from kvledger.node import PrefillNode, Watcher
 from kvledger.record import Snapshot
 from kvledger.replay import EventError, TargetFactory
 from kvledger.request import CachedPage, Prompt, Request
 from kvledger.rules import AccountingRules
+from kvledger.settings import NodeSettings
 from kvledger.slots import StateSlots
 from kvledger.testing.moves import Space
 from kvledger.trace import Trace

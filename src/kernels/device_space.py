@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvledger.events import Event, Submit
-from kvledger.node import NodeSettings
 from kvledger.request import Prompt
+from kvledger.settings import NodeSettings
 from kvledger.testing.moves import MOVES, Domain, Move, Space, World, cache, cut_prompt
 
 PAGES = ((4, 4), (4, 8), (16, 1), (16, 2), (16, 2))

@@ -15,9 +15,10 @@ from kvledger.diagnose_history import History, watch
 from kvledger.diagnose_promise import BrokenPromise, Spending, find_breach
 from kvledger.invariants import INVARIANTS
 from kvledger.monitor import checked_replay
-from kvledger.node import NodeSettings, PrefillNode
+from kvledger.node import PrefillNode
 from kvledger.replay import Outcome, TargetFactory, replay
 from kvledger.rules import AccountingRules
+from kvledger.settings import NodeSettings
 from kvledger.trace import Trace
 
 MAX_CHANGES = 2

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from kvledger.events import Abort, Event, Release, Round, Transferred
 from kvledger.evidence import needed_pages_of
 from kvledger.monitor import InvariantMonitor
-from kvledger.node import NodeSettings
 from kvledger.record import Decision, RoundRecord, Snapshot
 from kvledger.replay import Outcome, Stuck, Target, TargetFactory, replay
 from kvledger.rules import AccountingRules
+from kvledger.settings import NodeSettings
 from kvledger.trace import Trace
 
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from kvledger.arithmetic import ceil_pages, ceil_tokens
 from kvledger.decode import Tokens, all_can_end, promised_output
-from kvledger.node import FIRST_TOKEN, NodeSettings
 from kvledger.record import Decision, LiveRequest, Snapshot
 from kvledger.request import USUAL_OUTPUT, Output, OutputOf, Prompt
 from kvledger.rules import AccountingRules
+from kvledger.settings import FIRST_TOKEN, NodeSettings
 
 
 class Finding(NamedTuple):

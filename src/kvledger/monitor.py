@@ -9,10 +9,11 @@ from kvledger.decode import NewTokenRatio
 from kvledger.events import Abort, Event, Finish, Submit, Transferred
 from kvledger.evidence import Evidence, PutBack
 from kvledger.invariants import INVARIANTS, Invariant
-from kvledger.node import NodeSettings, PrefillNode
+from kvledger.node import PrefillNode
 from kvledger.record import Decision, RoundRecord
 from kvledger.replay import Broken, Monitor, Outcome, Stuck, Target, TargetFactory, ask, replay
 from kvledger.rules import AccountingRules
+from kvledger.settings import NodeSettings
 from kvledger.trace import Trace
 
 

@@ -21,11 +21,12 @@ from kvledger.events import (
     Submit,
     Transferred,
 )
-from kvledger.node import NodeSettings, PrefillNode, Watcher
+from kvledger.node import PrefillNode, Watcher
 from kvledger.pool import OutOfPages
 from kvledger.record import AllocationFailure, Decision, RoundRecord, Snapshot
 from kvledger.request import USUAL_OUTPUT, Output, Prompt
 from kvledger.rules import AccountingRules
+from kvledger.settings import NodeSettings
 from kvledger.trace import Trace, TraceError
 from kvledger.unified import UnifiedNode  # noqa: F401 - registers itself for unified mode
 

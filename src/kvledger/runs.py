@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from kvledger.invariants import INVARIANTS
 from kvledger.monitor import InvariantMonitor
-from kvledger.node import NodeSettings
 from kvledger.record import Decision, RoundRecord
 from kvledger.replay import Outcome, Target, TargetFactory, replay
 from kvledger.rules import AccountingRules
+from kvledger.settings import NodeSettings
 from kvledger.trace import Trace
 
 LEDGER_FIGURES = ("baseline", "cur_rem_tokens", "rem_total_tokens", "rem_chunk_tokens")

@@ -20,10 +20,11 @@ from kvledger.events import Cached, Event, Hold, Submit
 from kvledger.evidence import needed_pages_of
 from kvledger.invariants import INVARIANTS, Invariant
 from kvledger.monitor import InvariantMonitor
-from kvledger.node import NodeSettings, PrefillNode
+from kvledger.node import PrefillNode
 from kvledger.record import RoundRecord
 from kvledger.replay import EventError, Replay, TargetFactory
 from kvledger.rules import AccountingRules
+from kvledger.settings import NodeSettings
 from kvledger.shrink_passes import (
     Measure,
     Pass,

@@ -25,9 +25,9 @@ from kvledger.events import (
     Submit,
     Transferred,
 )
-from kvledger.node import NodeSettings
 from kvledger.request import USUAL_OUTPUT, Prompt
 from kvledger.rules import PRESETS, AccountingRules
+from kvledger.settings import NodeSettings
 from kvledger.trace import Trace
 
 PLAIN_PREFILL: dict[str, Any] = {

@@ -27,9 +27,9 @@ from kvledger.events import (
     Tier,
     Transferred,
 )
-from kvledger.node import NodeSettings
 from kvledger.request import Prompt
 from kvledger.rules import AccountingRules
+from kvledger.settings import NodeSettings
 from kvledger.shrink_passes import RULE_SIZES, Measure, letters, shape_key
 from kvledger.trace import Trace
 

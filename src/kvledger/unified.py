@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 from kvledger.adder import PrefillAdder
 from kvledger.arithmetic import ceil_pages
 from kvledger.decode import NewTokenRatio, retraction_order
-from kvledger.node import NodeSettings, PrefillNode, Watcher
+from kvledger.node import PrefillNode, Watcher
 from kvledger.pool import OutOfPages, PrefillOutOfMemory
 from kvledger.record import RoundRecord
 from kvledger.request import USUAL_OUTPUT, Output, OutputOf, Prompt, Request, RequestState
 from kvledger.rules import AccountingRules
+from kvledger.settings import NodeSettings
 from kvledger.unified_adder import UnifiedAdder
 from kvledger.views import ledger_facts
 

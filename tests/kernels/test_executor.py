@@ -25,10 +25,11 @@ from kvledger.kernels.model import MODELS
 from kvledger.kernels.reference import causal_convolution, kda_recurrence
 from kvledger.kernels.truth import Truth, _convolved, _recurrence
 from kvledger.monitor import InvariantMonitor
-from kvledger.node import NodeSettings, PrefillNode, Watcher
+from kvledger.node import PrefillNode, Watcher
 from kvledger.replay import Outcome, replay
 from kvledger.request import Prompt
 from kvledger.rules import PRESETS
+from kvledger.settings import NodeSettings
 from kvledger.trace import Trace, load, parse
 
 pytestmark = pytest.mark.device

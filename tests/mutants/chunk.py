@@ -8,9 +8,10 @@ from unittest.mock import patch
 from kvledger import adder as adder_module
 from kvledger.adder import AddReqResult, ChunkKind, PrefillAdder, PrefillRequest
 from kvledger.arithmetic import align_chunk_end, ceil_tokens, floor_tokens
-from kvledger.node import NodeSettings, PrefillNode, Watcher
+from kvledger.node import PrefillNode, Watcher
 from kvledger.record import RoundRecord
 from kvledger.rules import AccountingRules
+from kvledger.settings import NodeSettings
 from tests.mutants.mutant import ALIGNED, AssembledNode, DeferringNode, mutant
 
 # --- alignment

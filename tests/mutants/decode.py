@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from kvledger.adder import PrefillAdder
 from kvledger.decode import retraction_order
-from kvledger.node import NodeSettings
 from kvledger.pool import PrefillOutOfMemory
 from kvledger.record import Decision
 from kvledger.request import Request, RequestState
+from kvledger.settings import NodeSettings
 from kvledger.unified import UnifiedNode
 from tests.mutants.mutant import long_beside_decode, mutant
 

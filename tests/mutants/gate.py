@@ -5,12 +5,13 @@ from __future__ import annotations
 from kvledger.adder import AddReqResult, PrefillAdder, PrefillRequest
 from kvledger.arithmetic import ceil_tokens
 from kvledger.ledger import Due
-from kvledger.node import NodeSettings, Watcher
+from kvledger.node import Watcher
 from kvledger.pool import OutOfPages, PrefillOutOfMemory
 from kvledger.radix import PrefixTree
 from kvledger.record import Decision
 from kvledger.request import CachedPage, Request
 from kvledger.rules import AccountingRules
+from kvledger.settings import NodeSettings
 from tests.mutants.mutant import AssembledNode, mutant
 
 # --- what it asks

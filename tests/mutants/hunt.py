@@ -6,9 +6,10 @@ import random
 from dataclasses import dataclass, field
 from functools import cache
 
-from kvledger.node import NodeSettings, Watcher
+from kvledger.node import Watcher
 from kvledger.replay import Target, TargetFactory
 from kvledger.rules import AccountingRules
+from kvledger.settings import NodeSettings
 from kvledger.testing.driver import example
 from kvledger.testing.moves import NODE_SPACE, Space
 from kvledger.testing.reached import SearchMonitor

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from kvledger.adder import Chunk, PrefillAdder
 from kvledger.arithmetic import floor_tokens
-from kvledger.node import FIRST_TOKEN, NodeSettings, PrefillNode, Watcher
+from kvledger.node import PrefillNode, Watcher
 from kvledger.request import USUAL_OUTPUT, Output, Prompt, Request, RequestState
 from kvledger.rules import AccountingRules
+from kvledger.settings import FIRST_TOKEN, NodeSettings
 from tests.mutants.mutant import ALIGNED, DeferringNode, mutant
 
 # --- entry and hit

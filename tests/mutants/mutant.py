@@ -9,11 +9,12 @@ from typing import Any, ClassVar, TypeVar
 
 from kvledger.adder import PrefillAdder
 from kvledger.ledger import MemoryLedger
-from kvledger.node import FIRST_TOKEN, NodeSettings, PrefillNode, Watcher
+from kvledger.node import PrefillNode, Watcher
 from kvledger.pool import PagePool
 from kvledger.radix import PrefixTree
 from kvledger.replay import TargetFactory
 from kvledger.rules import PRESETS, AccountingRules
+from kvledger.settings import FIRST_TOKEN, NodeSettings
 from kvledger.testing.moves import NODE_SPACE, Space
 from kvledger.testing.unified_moves import UNIFIED_SPACE
 from kvledger.unified import UnifiedNode

@@ -8,9 +8,10 @@ from typing import Any, cast
 from kvledger.adder import PrefillRequest
 from kvledger.decode import CLIP_MAX_NEW_TOKENS, NewTokenRatio, Tokens
 from kvledger.ledger import Due
-from kvledger.node import NodeSettings, Watcher
+from kvledger.node import Watcher
 from kvledger.request import USUAL_OUTPUT, Output, Prompt, Request
 from kvledger.rules import AccountingRules
+from kvledger.settings import NodeSettings
 from kvledger.testing.unified_moves import BEYOND_CLIP
 from kvledger.unified import UnifiedNode
 from kvledger.unified_adder import UnifiedAdder

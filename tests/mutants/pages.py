@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 
-from kvledger.node import NodeSettings, PrefillNode, Watcher
+from kvledger.node import PrefillNode, Watcher
 from kvledger.pool import OutOfPages, PagePool
 from kvledger.radix import LeafQueue, PrefixTree
 from kvledger.request import CachedPage, Request
 from kvledger.rules import AccountingRules
+from kvledger.settings import NodeSettings
 from tests.mutants.mutant import AssembledNode, mutant
 
 # --- the pool

@@ -8,11 +8,11 @@ from typing import Any
 
 from kvledger.adder import PrefillAdder, PrefillRequest
 from kvledger.decode import retraction_order
-from kvledger.node import NodeSettings
 from kvledger.policy import ordered, victims
 from kvledger.pool import PrefillOutOfMemory
 from kvledger.record import Decision
 from kvledger.request import Request
+from kvledger.settings import NodeSettings
 from kvledger.unified import UnifiedNode
 from kvledger.unified_adder import UnifiedAdder
 from tests.mutants.mutant import mutant

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvledger.monitor import checked_replay
-from kvledger.node import NodeSettings, PrefillNode, Watcher
+from kvledger.node import PrefillNode, Watcher
 from kvledger.replay import TargetFactory
 from kvledger.rules import PRESETS, SOUND_PRESETS, AccountingRules
+from kvledger.settings import NodeSettings
 from kvledger.testing.fixtures import expectations
 from kvledger.testing.search import NOT_CONFIRMED, search
 

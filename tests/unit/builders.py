@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import settings
 
 from kvledger.events import Cached, Drain, Event, Submit
-from kvledger.node import NodeSettings
 from kvledger.request import Prompt
+from kvledger.settings import NodeSettings
 
 REPEATABLE = settings(derandomize=True, deadline=None)
 """Every run draws the same examples, and none is judged by a clock."""

@@ -16,7 +16,7 @@ from kvledger.compare import Comparison, compare, compare_runs
 from kvledger.differences import KINDS, Difference, DifferenceKind, round_difference
 from kvledger.events import Drain, Event, Round, Submit
 from kvledger.monitor import checked_replay
-from kvledger.node import NodeSettings, PrefillNode, Watcher
+from kvledger.node import PrefillNode, Watcher
 from kvledger.record import AllocationFailure, RoundRecord, Snapshot
 from kvledger.replay import Outcome, Stuck, TargetFactory
 from kvledger.report.compared import comparison_lines
@@ -24,6 +24,7 @@ from kvledger.report.painted import ASCII, plain_text
 from kvledger.report.plain import COLUMNS, width
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.runs import LEDGER_FIGURES, Run
+from kvledger.settings import NodeSettings
 from kvledger.targets import TARGETS
 from kvledger.trace import Trace, TraceError, write
 from tests.unit.builders import INCIDENT, INCIDENT_NODE, node_settings, prompt

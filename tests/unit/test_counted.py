@@ -19,11 +19,12 @@ from kvledger.events import (
     Transferred,
 )
 from kvledger.monitor import InvariantMonitor, checked_replay
-from kvledger.node import NodeSettings, Watcher
+from kvledger.node import Watcher
 from kvledger.replay import Replay, Target, TargetError, TargetFactory
 from kvledger.report.explained import explanation_lines
 from kvledger.request import Prompt
 from kvledger.rules import PRESETS, AccountingRules
+from kvledger.settings import NodeSettings
 from kvledger.targets.counted import CountedTarget, Ran
 from kvledger.testing import state_machine
 from kvledger.testing.moves import NODE_SPACE, World

@@ -26,10 +26,11 @@ from kvledger.events import (
 )
 from kvledger.ledger import Due
 from kvledger.monitor import checked_replay
-from kvledger.node import NodeSettings, PrefillNode, Watcher
+from kvledger.node import PrefillNode, Watcher
 from kvledger.record import RoundRecord
 from kvledger.replay import replay
 from kvledger.rules import PRESETS, AccountingRules
+from kvledger.settings import NodeSettings
 from kvledger.trace import Trace, TraceError
 from tests.unit.builders import INCIDENT, INCIDENT_ARRIVALS, INCIDENT_NODE, node_settings, prompt
 

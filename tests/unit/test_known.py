@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvledger.node import NodeSettings, PrefillNode, Watcher
+from kvledger.node import PrefillNode, Watcher
 from kvledger.rules import PRESETS, AccountingRules
+from kvledger.settings import NodeSettings
 from tests.downstream.known import BOOKS, KnownHole, check_known
 
 HOLE = Path(__file__).parents[1] / "regressions" / "worked-example.json"

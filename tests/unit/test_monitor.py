@@ -23,11 +23,12 @@ from kvledger.evidence import Evidence, PutBack
 from kvledger.invariants import INVARIANTS, Invariant
 from kvledger.ledger import Due, Promise
 from kvledger.monitor import InvariantMonitor, checked_replay
-from kvledger.node import NodeSettings, PrefillNode, Watcher
+from kvledger.node import PrefillNode, Watcher
 from kvledger.record import AllocationFailure, Decision, LiveRequest, RoundRecord, Snapshot
 from kvledger.replay import EventError, Replay, Stuck
 from kvledger.request import USUAL_OUTPUT, Output, Prompt
 from kvledger.rules import PRESETS, AccountingRules
+from kvledger.settings import NodeSettings
 from kvledger.trace import Trace, TraceError
 from kvledger.unified import UnifiedNode
 from tests.unit.builders import INCIDENT, INCIDENT_NODE, node_settings, prompt

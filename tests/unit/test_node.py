@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from kvledger.node import NodeSettings, PrefillNode, Watcher
+from kvledger.node import PrefillNode, Watcher
 from kvledger.pool import OutOfPages, PagePool
 from kvledger.record import Decision, RoundRecord
 from kvledger.request import CachedPage
 from kvledger.rules import PRESETS, AccountingRules
+from kvledger.settings import NodeSettings
 from tests.unit.builders import INCIDENT_NODE, node_settings, prompt
 
 

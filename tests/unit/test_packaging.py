@@ -32,6 +32,7 @@ ORDER = (
         "views",
         "slots",
         "policy",
+        "settings",
         "node",
         "unified_adder",
         "unified",

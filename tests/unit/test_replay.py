@@ -22,11 +22,12 @@ from kvledger.events import (
     Transferred,
 )
 from kvledger.monitor import InvariantMonitor
-from kvledger.node import NodeSettings, PrefillNode, Watcher
+from kvledger.node import PrefillNode, Watcher
 from kvledger.record import AllocationFailure, Decision, RoundRecord, Snapshot
 from kvledger.replay import Broken, EventError, Monitor, Outcome, Replay, Stuck, Target, replay, round_document
 from kvledger.request import USUAL_OUTPUT, Output, Prompt
 from kvledger.rules import PRESETS, AccountingRules
+from kvledger.settings import NodeSettings
 from kvledger.trace import Trace, TraceError
 from tests.unit.builders import INCIDENT, INCIDENT_ARRIVALS, INCIDENT_NODE, node_settings, prompt
 

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvledger.node import NodeSettings
 from kvledger.request import Output
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.schema import Problem, Schema, SchemaError, Unusable, escaped, show, show_path
+from kvledger.settings import NodeSettings
 from kvledger.trace import FORMAT, MAX_PROMPT_PAGES, MAX_TOKENS
 
 REPEATABLE = settings(derandomize=True, deadline=None, database=None)

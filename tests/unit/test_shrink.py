@@ -19,11 +19,12 @@ from kvledger.events import (
     Transferred,
 )
 from kvledger.monitor import checked_replay
-from kvledger.node import NodeSettings, PrefillNode, Watcher
+from kvledger.node import PrefillNode, Watcher
 from kvledger.record import RoundRecord, Snapshot
 from kvledger.replay import Target, TargetFactory
 from kvledger.request import USUAL_OUTPUT, Output, Prompt
 from kvledger.rules import PRESETS, AccountingRules
+from kvledger.settings import NodeSettings
 from kvledger.shrink import SLOW_STEPS, NothingToShrink, Shrunk, shrink
 from kvledger.shrink_passes import letters, lowered, measure, normal_form, repaired, sizes_of, with_sizes
 from kvledger.shrink_worlds import shapes, small_worlds

@@ -17,10 +17,11 @@ from kvledger.events import (
     Transferred,
 )
 from kvledger.monitor import InvariantMonitor
-from kvledger.node import NodeSettings, PrefillNode
+from kvledger.node import PrefillNode
 from kvledger.replay import Outcome, Replay, replay
 from kvledger.request import Prompt
 from kvledger.rules import PRESETS
+from kvledger.settings import NodeSettings
 from kvledger.slots import StateSlots
 from kvledger.testing.driver import example
 from kvledger.testing.moves import NODE_SPACE, Space

@@ -28,9 +28,9 @@ from kvledger.events import (
     Submit,
     Transferred,
 )
-from kvledger.node import NodeSettings
 from kvledger.request import Output, Prompt
 from kvledger.rules import PRESETS, AccountingRules
+from kvledger.settings import NodeSettings
 from kvledger.trace import (
     MAX_FILE_BYTES,
     Trace,

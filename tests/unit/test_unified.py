@@ -11,11 +11,12 @@ import pytest
 
 from kvledger.events import Abort, Cached, Decode, Drain, Event, Finish, Hold, Round, Submit
 from kvledger.monitor import InvariantMonitor, checked_replay
-from kvledger.node import NodeSettings, PrefillNode
+from kvledger.node import PrefillNode
 from kvledger.record import RoundRecord
 from kvledger.replay import Outcome, Replay
 from kvledger.request import Output, Prompt
 from kvledger.rules import PRESETS, AccountingRules
+from kvledger.settings import NodeSettings
 from kvledger.trace import Trace
 from kvledger.unified import UnifiedNode
 from tests.unit.builders import node_settings

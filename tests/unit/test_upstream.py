@@ -180,7 +180,7 @@ SOURCE = """
 import math, os
 from .engine import Engine
 from kvledger.targets.counted import CountedTarget
-from kvledger.node import NodeSettings
+from kvledger.settings import NodeSettings
 from kvledger.rules import PRESETS
 
 LIMIT = 4

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from kvledger.diagnose_history import History, Moment, Witness, history_of
 from kvledger.events import Event, Round
-from kvledger.node import NodeSettings, PrefillNode
+from kvledger.node import PrefillNode
 from kvledger.record import RoundRecord, Snapshot
 from kvledger.replay import Outcome, Target, TargetFactory, replay
 from kvledger.report import Replayed
 from kvledger.rules import AccountingRules
 from kvledger.runs import SHOWS_FIGURES
+from kvledger.settings import NodeSettings
 from kvledger.trace import Trace
 
 

@@ -17,13 +17,13 @@ from kvledger.events import (
     Round,
     Submit,
 )
-from kvledger.node import NodeSettings
 from kvledger.record import RoundRecord
 from kvledger.replay import Broken, Happening, Outcome
 from kvledger.report import Replayed
 from kvledger.report.plain import COLUMNS, NAME_COLUMNS, named, plain, width, wrapped
 from kvledger.report.rounds import Gap, Layout, failure_words, gap_lines, round_lines, rounds_to_show, size_word
 from kvledger.rules import AccountingRules
+from kvledger.settings import NodeSettings
 
 ALIGNED_NAME_COLUMNS = 16
 """A longer name shifts its own row, not the table."""

@@ -13,11 +13,12 @@ from typing import Any, NoReturn
 
 from kvledger.adder import AddReqResult
 from kvledger.arithmetic import ceil_pages
-from kvledger.node import NodeSettings, Watcher
+from kvledger.node import Watcher
 from kvledger.pool import OutOfPages
 from kvledger.record import AllocationFailure, Decision, LiveRequest, RoundRecord, Snapshot
 from kvledger.replay import TargetError
 from kvledger.request import Prompt
+from kvledger.settings import NodeSettings
 from kvledger.trace import Trace
 
 Ran = tuple[str, int, int]

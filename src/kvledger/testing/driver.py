@@ -28,10 +28,11 @@ def example(
     space: Space = NODE_SPACE,
 ) -> tuple[World, SearchMonitor]:
     """One random experiment, carried to its end whatever breaks on the way."""
-    settings = space.settings(**_draw(rng, space.domains))
+    drawn = _draw(rng, space.domains)
+    settings = space.settings(**drawn)
     watching = monitor()
     drawn_rules = space.rules(rules, settings, **_draw(rng, space.rules_domains))
-    world = space.opened(Replay(settings, drawn_rules, target=target, monitor=watching))
+    world = space.opened(Replay(settings, drawn_rules, target=target, monitor=watching), drawn)
     moves = rng.sample(space.moves, rng.randint(3, len(space.moves)))
     for _ in range(rng.randint(4, MOVES_PER_EXAMPLE)):
         move = rng.choice(moves)

@@ -65,9 +65,10 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     def begin(self, **drawn: int) -> None:
         space = self.under_test.space
-        settings = space.settings(**{name: drawn[name] for name in space.domains})
+        of_node = {name: drawn[name] for name in space.domains}
+        settings = space.settings(**of_node)
         rules = space.rules(self.under_test.rules, settings, **{name: drawn[name] for name in space.rules_domains})
-        self.world = space.opened(Replay(settings, rules, target=self.under_test.target, monitor=self.monitor))
+        self.world = space.opened(Replay(settings, rules, target=self.under_test.target, monitor=self.monitor), of_node)
 
     def act(self, action: tuple[Move, dict[str, int]]) -> None:
         move, arguments = action

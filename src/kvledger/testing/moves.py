@@ -24,11 +24,11 @@ from kvledger.events import (
     Transferred,
 )
 from kvledger.evidence import needed_pages_of
-from kvledger.node import FIRST_TOKEN, NodeSettings
 from kvledger.record import Snapshot
 from kvledger.replay import Replay
 from kvledger.request import Prompt
 from kvledger.rules import SOUND_PRESETS, AccountingRules
+from kvledger.settings import FIRST_TOKEN, NodeSettings
 
 Domain = tuple[int, int]
 """Bounds of a drawn integer, both included. 0 is the simplest."""
@@ -99,6 +99,7 @@ class Space:
     `examples`: how many a search without a number tries. Not `thorough`: too few to meet every branch. `rules` draws
     what the rules under test leave open, from `rules_domains`. `name` goes with a preset's where the space is not the
     usual one; nothing may break under the `sound` presets. `before_drain` is for what a drain would take too long over.
+    `parts` names what a drawn example has beyond a plain node, in a space that draws that too (see dimensions).
     """
 
     domains: Mapping[str, Domain]
@@ -112,10 +113,13 @@ class Space:
     sound: frozenset[str] = SOUND_PRESETS
     before_drain: Callable[[World], None] = lambda _world: None
     world: Callable[[Replay], World] | None = None
+    parts: Callable[..., frozenset[str]] = lambda **_drawn: frozenset()
 
-    def opened(self, replay: Replay) -> World:
-        """A world around a new replay."""
-        return (self.world or World)(replay)
+    def opened(self, replay: Replay, drawn: Mapping[str, int]) -> World:
+        """A world around a new replay; `drawn` are the values of all domains, which say what parts it has."""
+        world = (self.world or World)(replay)
+        world.parts = self.parts(**drawn)
+        return world
 
 
 class World:
@@ -127,6 +131,7 @@ class World:
         self.documents: list[Prompt] = []
         self.cached: list[Prompt] = []
         self.holds: list[str] = []
+        self.parts: frozenset[str] = frozenset()
         self._names = 0
         self.grid_tokens = replay.rules.grid_tokens(
             page_size=replay.settings.page_size, node_align=replay.settings.checkpoint_align

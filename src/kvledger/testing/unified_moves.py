@@ -14,12 +14,12 @@ from kvledger.decode import promised_output
 from kvledger.events import Abort, Decode, Event, Finish, Submit
 from kvledger.evidence import decode_tokens
 from kvledger.monitor import InvariantMonitor
-from kvledger.node import NodeSettings
 from kvledger.policy import SchedulePolicy
 from kvledger.record import Snapshot
 from kvledger.replay import Replay
 from kvledger.request import Output, Prompt
 from kvledger.rules import SOUND_BESIDE_DECODE
+from kvledger.settings import NodeSettings
 from kvledger.testing.moves import (
     MOVES,
     NODE_DOMAINS,

@@ -11,10 +11,10 @@ import pytest
 
 from kvledger.events import Abort, Cached, Decode, Drain, Event, Finish, Hold, Release, Round, Submit, Transferred
 from kvledger.monitor import InvariantMonitor, checked_replay
-from kvledger.node import NodeSettings
 from kvledger.replay import EventError, Outcome, Replay, TargetFactory
 from kvledger.request import Output, Prompt
 from kvledger.rules import AccountingRules
+from kvledger.settings import NodeSettings
 from kvledger.trace import Trace, TraceError
 
 NODE = NodeSettings(

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from kvledger.invariants import INVARIANTS
-from kvledger.node import NodeSettings, Watcher
+from kvledger.node import Watcher
 from kvledger.rules import PRESETS
+from kvledger.settings import NodeSettings
 from kvledger.testing.driver import example
 from tests.downstream.vllm.faults import FAULTS, Fault, in_place
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvledger.node import NodeSettings, Watcher
+from kvledger.node import Watcher
 from kvledger.request import Prompt
 from kvledger.rules import PRESETS
+from kvledger.settings import NodeSettings
 
 SETTINGS = NodeSettings(
     page_size=4,

@@ -9,10 +9,10 @@ import pytest
 
 from kvledger.events import Abort, Cached, Decode, Drain, Event, Finish, Hold, Release, Round, Submit, Transferred
 from kvledger.monitor import InvariantMonitor
-from kvledger.node import NodeSettings
 from kvledger.replay import EventError, Replay, UnmodelledError
 from kvledger.request import Output, Prompt
 from kvledger.rules import PRESETS
+from kvledger.settings import NodeSettings
 
 PREFILL = NodeSettings(
     page_size=4,

@@ -12,8 +12,8 @@ from contextlib import suppress
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
-from kvledger.node import NodeSettings
 from kvledger.request import Output
+from kvledger.settings import NodeSettings
 
 UNLIMITED_TOKENS = 2**40
 """Stands for "no limit" where sglang wants a number."""

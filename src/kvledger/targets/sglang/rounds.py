@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvledger.adder import AddReqResult
-from kvledger.node import NodeSettings, Watcher
+from kvledger.node import Watcher
 from kvledger.record import AllocationFailure, Decision, DecisionKind
 from kvledger.rules import AccountingRules
+from kvledger.settings import NodeSettings
 from kvledger.targets.sglang.adders import Books, adder_class
 from kvledger.targets.sglang.engine import UNLIMITED_TOKENS, Figures
 from kvledger.targets.sglang.views import failure_of, is_out_of_memory, result_of

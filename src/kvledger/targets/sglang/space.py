@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from kvledger.arithmetic import ceil_tokens, floor_tokens
 from kvledger.events import Decode, Event, Finish, Round, Submit
-from kvledger.node import NodeSettings
 from kvledger.policy import SchedulePolicy
 from kvledger.request import Output, Prompt
 from kvledger.rules import AccountingRules
+from kvledger.settings import NodeSettings
 from kvledger.testing.moves import (
     LONG,
     PICK,

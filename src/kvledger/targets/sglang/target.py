@@ -9,11 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from kvledger.invariants import Invariant
-from kvledger.node import NodeSettings, Watcher
+from kvledger.node import Watcher
 from kvledger.record import RoundRecord, Snapshot
 from kvledger.replay import UnmodelledError
 from kvledger.request import Output, Prompt
 from kvledger.rules import AccountingRules
+from kvledger.settings import NodeSettings
 from kvledger.targets.sglang import checks
 from kvledger.targets.sglang.about import about
 from kvledger.targets.sglang.decode import Decoder, Step

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvledger.arithmetic import ceil_pages, floor_tokens
-from kvledger.node import NodeSettings
 from kvledger.pool import OutOfPages
 from kvledger.request import Prompt
+from kvledger.settings import NodeSettings
 from kvledger.targets.sglang.engine import Engine
 
 SEGMENT_TOKENS = 2**28

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvledger.node import NodeSettings
+from kvledger.settings import NodeSettings
 from kvledger.targets.about import About, command_line
 from kvledger.trace import Trace
 

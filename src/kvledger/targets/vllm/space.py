@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvledger.events import Cached, Decode, Event, Finish, Hold, Round, Submit, Tier
-from kvledger.node import NodeSettings
 from kvledger.policy import SchedulePolicy
 from kvledger.request import Output, Prompt
+from kvledger.settings import NodeSettings
 from kvledger.testing.moves import PICK, Domain, Move, Scale, Space, World, cut_prompt, outside, run_round
 
 PAGE_SIZES = (4, 1, 16)

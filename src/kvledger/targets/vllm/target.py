@@ -10,11 +10,12 @@ from typing import Any
 from kvledger.adder import AddReqResult
 from kvledger.events import Submit
 from kvledger.invariants import Invariant
-from kvledger.node import NodeSettings, Watcher
+from kvledger.node import Watcher
 from kvledger.pool import OutOfPages
 from kvledger.record import Decision, DecisionKind, RoundRecord, Snapshot
 from kvledger.request import Output, Prompt
 from kvledger.rules import AccountingRules
+from kvledger.settings import NodeSettings
 from kvledger.targets.about import About
 from kvledger.targets.vllm import about, checks, views, world
 from kvledger.targets.vllm.connector import HostTier

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from kvledger.node import NodeSettings
 from kvledger.replay import UnmodelledError
 from kvledger.rules import AccountingRules
+from kvledger.settings import NodeSettings
 from kvledger.targets.vllm import connector, stubs
 from kvledger.targets.vllm.package import (
     CacheConfig,
