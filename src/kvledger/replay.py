@@ -346,6 +346,9 @@ class _Overhearing(Watcher):
     def preempted(self) -> None:
         _judge(self._monitor.preempted)
 
+    def before_decode(self) -> None:
+        _judge(self._monitor.before_decode)
+
 
 class Replay:
     """A trace in the making: `apply` events one by one, read `outcome` at any time.

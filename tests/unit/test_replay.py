@@ -668,6 +668,29 @@ def test_what_ends_nothing_does_not_pass_for_an_end(events: Sequence[Event], hap
     assert [each.what for each in outcome.happenings if each.what != "submitted"] == happened
 
 
+def test_a_monitor_is_told_all_that_a_target_tells() -> None:
+    told: list[str] = []
+
+    class Listening(Monitor):
+        def before_decision(self) -> None:
+            told.append("before_decision")
+
+        def after_decision(self, decision: Decision) -> None:
+            told.append("after_decision")
+
+        def preempted(self) -> None:
+            told.append("preempted")
+
+        def before_decode(self) -> None:
+            told.append("before_decode")
+
+    settings = changed(UNIFIED, schedule_policy="priority", preemption_threshold=0, max_running_requests=1)
+    important = Submit("B", prompt(("b", 100)), Output(max_new_tokens=9, ignore_eos=True, priority=1))
+    events = [Submit("A", prompt(("a", 100)), Output(max_new_tokens=300, ignore_eos=True)), Round(), important, Round()]
+    play(events, settings=settings, monitor=Listening())
+    assert set(told) == {name for name in vars(Watcher) if not name.startswith("_")}
+
+
 def test_a_target_that_does_not_show_who_runs_is_believed_until_the_request_has_ended() -> None:
     outcome = play([*RUNS, Finish("A"), Finish("A")], settings=UNIFIED, target=DecodingNode)
     assert [each.what for each in outcome.happenings[1:]] == ["finished", f"finished{MOOT['ended']}"]
