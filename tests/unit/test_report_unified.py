@@ -23,7 +23,7 @@ from kvledger.report.painted import ASCII, plain_text
 from kvledger.report.perfetto import trace_events
 from kvledger.report.plain import COLUMNS, width
 from kvledger.report.recording import Recording, record
-from kvledger.report.side_by_side import side_by_side_lines
+from kvledger.report.side_by_side import Side, beside_lines, first_difference, side_by_side_lines
 from kvledger.report.text import heading_lines, replay_lines
 from kvledger.report.waterfall import rows_of
 from kvledger.report.waterfall_text import waterfall_lines
@@ -339,6 +339,16 @@ def test_against_other_rules_marks_the_round_that_fails_on_one_side_alone() -> N
     runs = record(trace, replace(PRESETS["aligned"], decode_yields=False)), record(trace)
     lines = plain_text(side_by_side_lines(runs[0].replayed, runs[1].replayed, ASCII, all_rounds=True)).splitlines()
     assert len([line for line in lines if line.startswith(">>")]) == 2
+
+
+def test_a_round_that_only_one_of_two_runs_is_marked_where_nothing_was_decided() -> None:
+    longer = record(ENDED_EARLY).outcome.rounds
+    assert not longer[1].decisions
+    shorter = longer[:1]
+    lines = plain_text(
+        beside_lines(Side("longer", longer), Side("shorter", shorter), first_difference(longer, shorter), ASCII)
+    )
+    assert [line.split()[0] for line in lines.splitlines() if line.startswith(">>")] == [">>decoded"]
 
 
 def test_who_only_one_of_two_lets_in_is_said() -> None:

@@ -50,6 +50,8 @@ def _first_words(ours: Replayed, theirs: Replayed, difference: Difference | None
         words += [f"{named(request)} is rejected at submit under {_rules(one)} alone" for request in sorted(refused)]
     if difference is None:
         words.append("the decisions are the same, and what came of them")
+    elif difference.kind == "rounds":
+        words.append(f"{_MARK} the first that differs: only one of the two runs round {difference.round}")
     elif difference.place is not None:
         words.append(f"{_MARK} the first decision that differs")
     else:
@@ -128,7 +130,7 @@ class _Table:
         if longest > DECISIONS_SHOWN:
             yield [(f"  ... up to {counted(longest - DECISIONS_SHOWN, 'more decision')}", "dim")]
         kind = None if difference is None else difference.kind
-        yield from _told_lines(pair, marked=kind == "running")
+        yield from _told_lines(pair, marked=kind == "running" or (kind == "rounds" and not longest))
         mine, yours = (self._end(record, shown) for record, shown in zip(pair, self.figures, strict=True))
         if kind == "verdict":
             yield _beside(f"{_MARK}{mine[2:]}", f"{_MARK}{yours[2:]}", "bold red")
