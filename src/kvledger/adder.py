@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, Protocol
 
-from kvledger.arithmetic import align_chunk_end, ceil_tokens, floor_tokens
+from kvledger.arithmetic import align_chunk_end, ceil_tokens, floor_tokens, whole_number
 from kvledger.ledger import ComputeLedger, Due, MemoryLedger
 from kvledger.rules import AccountingRules, named_rules
 
@@ -22,7 +22,10 @@ ChunkKind = Literal["whole", "truncated", "resumed"]
 
 
 class AddReqResult(StrEnum):
-    """The adder's answer: go on, memory is short, or a compute budget (or the one half-done place) is."""
+    """The adder's answer: go on, memory is short, or a compute budget (or the one half-done place) is.
+
+    It says whether to ask for another, not whether this one was admitted: who is in `can_run_list` was.
+    """
 
     CONTINUE = "CONTINUE"
     NO_TOKEN = "NO_TOKEN"
@@ -71,6 +74,17 @@ def _nothing(_req: PrefillRequest) -> None:
     """Stands in for a hook that the cache does not have."""
 
 
+def _check_sizes(req: PrefillRequest) -> None:
+    prompt_tokens = whole_number("prompt_tokens", req.prompt_tokens, 0, of=req.rid)
+    cached_tokens = whole_number("prefix_tokens", req.prefix_tokens, 0, of=req.rid)
+    cached_tokens += whole_number("host_hit_tokens", req.host_hit_tokens, 0, of=req.rid)
+    if cached_tokens > prompt_tokens:
+        raise ValueError(
+            f"prompt_tokens of {req.rid!r}: {prompt_tokens} is below its prefix_tokens and host_hit_tokens, "
+            f"{cached_tokens}"
+        )
+
+
 class PrefillAdder:
     """One round's admission: fresh offsets, `add_chunked_req` for the half-done request, `add_one_req` for the others.
 
@@ -78,6 +92,8 @@ class PrefillAdder:
     `tree_cache` needs `full_evictable_size()` (preferred, for hybrid pools) or `evictable_size()`. Only the deciding
     rank reserves tails: a rank that replays a plan must not refuse what was admitted. `chunked_req_limit` is for a
     schedule policy that keeps a part of the chunk budget from the half-done request.
+
+    ValueError, one line with argument and value, for sizes that cannot be, and for a request that is in the batch.
     """
 
     output_kind = "first_token"
@@ -95,7 +111,12 @@ class PrefillAdder:
         first_token: int = 1,
         deciding_rank: bool = True,
     ) -> None:
-        self.page_size = page_size
+        self.page_size = whole_number("page_size", page_size, 1)
+        for name, budget in (("rem_input_tokens", rem_input_tokens), ("rem_chunk_tokens", rem_chunk_tokens)):
+            if budget is not None:
+                whole_number(name, budget, 0)
+        whole_number("checkpoint_align", checkpoint_align, 1)
+        whole_number("first_token", first_token, 0)
         self.rules = named_rules(rules) if isinstance(rules, str) else rules
         self.grid_tokens = self.rules.grid_tokens(page_size=page_size, node_align=checkpoint_align)
         self.first_token = first_token
@@ -108,6 +129,7 @@ class PrefillAdder:
         self._unlock: Callable[[PrefillRequest], Any] = getattr(tree_cache, "dec_lock_ref", _nothing)
         self._load_back: Callable[[PrefillRequest], Any] = getattr(tree_cache, "init_load_back", _nothing)
         self.can_run_list: list[Chunk] = []
+        self._taken: dict[str, str] = {}
         self.chunked_req: PrefillRequest | None = None
         self.chunked_req_limit: int | None = None
         self.forced = False
@@ -141,11 +163,14 @@ class PrefillAdder:
 
     def add_chunked_req(self, req: PrefillRequest) -> PrefillRequest | None:
         """Step 2: the half-done request goes on before anyone else. Returns it if it is still half done, else None."""
+        self._check(req)
+        self._output_tokens(req)  # refuses an output that cannot be before anything is promised
         left = req.prompt_tokens - req.prefix_tokens
         tokens = self._resumable_tokens(left)
         if tokens is None:
             self.deferred = True
             self.chunked_req = req
+            self._taken[req.rid] = "deferred in this round"
             self._reserve(req, left)
             return req
         cut = tokens < left
@@ -154,6 +179,14 @@ class PrefillAdder:
         self._add(req, "resumed", req.prefix_tokens, tokens, final=not cut)
         self.chunked_req = req if cut else None
         return self.chunked_req
+
+    def _check(self, req: PrefillRequest) -> None:
+        """A request's slots are promised once a round, and what is cached is a part of its prompt."""
+        if req.rid in self._taken:
+            raise ValueError(f"rid: {req.rid!r} is {self._taken[req.rid]} already")
+        prompt, cached, host = req.prompt_tokens, req.prefix_tokens, req.host_hit_tokens
+        if not (type(prompt) is type(cached) is type(host) is int and 0 <= cached <= cached + host <= prompt):
+            _check_sizes(req)
 
     def _resumable_tokens(self, left: int) -> int | None:
         """How much of the `left` tokens may run now; None defers. What remains decides, until nothing does."""
@@ -180,9 +213,17 @@ class PrefillAdder:
         return math.floor(self.rem_total_tokens)
 
     def add_one_req(self, req: PrefillRequest) -> AddReqResult:
-        """Step 3: decide one waiting request, on paper first; a refusal leaves no lock, no load-back and no promise."""
+        """Step 3: decide one waiting request, on paper first; a refusal leaves no lock, no load-back and no promise.
+
+        The answer is about the next one: with NO_TOKEN or OTHER too `req` is admitted if `can_run_list` has it.
+        """
+        self._check(req)
         self._lock(req)
-        tokens = self._admissible_tokens(req)
+        try:
+            tokens = self._admissible_tokens(req)
+        except ValueError:  # of an output that cannot be
+            self._unlock(req)
+            raise
         if isinstance(tokens, AddReqResult):
             self._unlock(req)
             return tokens
@@ -234,6 +275,7 @@ class PrefillAdder:
     def _add(
         self, req: PrefillRequest, kind: ChunkKind, start: int, tokens: int, *, final: bool, load_back: int = 0
     ) -> None:
+        self._taken[req.rid] = "in this batch"
         self.can_run_list.append(Chunk(req, kind, start, start + tokens, load_back))
         self._charge(req, tokens, final=final)
         if not final:

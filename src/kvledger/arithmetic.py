@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+from typing import Any
+
 
 def ceil_pages(tokens: int, page_size: int) -> int:
     """Pages that `tokens` slots occupy, rounded up."""
@@ -26,3 +29,16 @@ def align_chunk_end(start: int, tokens: int, checkpoint_align: int) -> int:
     """
     end = floor_tokens(start + tokens, checkpoint_align)
     return end - start if end > start else tokens
+
+
+def whole_number(name: str, value: Any, least: int, *, of: object = None) -> int:
+    """`value` as it came. ValueError, one line, if it is no whole number or below `least`; `of`: whose it is."""
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):
+        raise ValueError(f"{_named(name, of)}: {value!r} is not a whole number")
+    if value < least:
+        raise ValueError(f"{_named(name, of)}: {value} is below the minimum {least}")
+    return int(value)
+
+
+def _named(name: str, of: object) -> str:
+    return name if of is None else f"{name} of {of!r}"

@@ -77,7 +77,7 @@ def each_decodes_once(e: Evidence, record: RoundRecord) -> Finding | None:
     and nobody beside a batch that is not mixed."""
     if e.settings.mode == "prefill" or record.failure is not None:
         return None
-    gone = {*record.retracted, *(rid for rid, _ in record.aborted)}
+    gone = {*record.went_back, *(rid for rid, _ in record.aborted)}
     for rid in record.decoded:
         if rid in gone or record.decoded.count(rid) > 1:
             return Finding(rid, f"{rid} took a token in a round in which it had taken one, or gone")
@@ -108,8 +108,8 @@ def retraction_exact(e: Evidence, record: RoundRecord) -> Finding | None:
     """Who went back, recounted: the fewest tokens first, as many as the round's pages ask for, and no more."""
     if e.settings.mode == "prefill" or record.failure is not None or e.decided is None:
         return None
-    went = [rid for rid in record.retracted if rid not in record.preempted]
-    went += [rid for rid, _ in record.aborted if rid not in went and rid not in record.preempted]
+    went = [*record.retracted]
+    went += [rid for rid, _ in record.aborted if rid not in record.went_back]
     decodes = not record.joined or e.settings.mixed_chunk
     expected = list(_must_go(e, e.decided, _running(e, record))) if decodes else []
     if sorted(went) == sorted(expected):

@@ -142,7 +142,7 @@ def queue_kept(e: Evidence, record: RoundRecord) -> Finding | None:
         return None
     gone = {rid for rid, _ in record.aborted}
     waits = [rid for rid in e.queue if rid not in {d.request for d in record.joined}]
-    waits += [rid for rid in record.retracted if rid not in gone]
+    waits += [rid for rid in record.went_back if rid not in gone]
     if list(e.after.waiting) == waits:
         return None
     place = next((at for at, pair in enumerate(zip(e.after.waiting, waits, strict=False)) if len(set(pair)) > 1), None)

@@ -7,8 +7,10 @@ is cut from what remains (a token is whole, so a chunk may end inside a page), a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from numbers import Rational, Real
 from typing import Any
 
 Tokens = int | Fraction
@@ -23,9 +25,13 @@ SPARE_TOKENS = 1
 """What the simulation keeps for each request that is still running."""
 
 
-def exact(ratio: float | Fraction) -> Fraction:
-    """A ratio as the decimal that was written: 0.7 is seven tenths."""
-    return Fraction(str(ratio)) if isinstance(ratio, float) else Fraction(ratio)
+def exact(ratio: Any) -> Fraction:
+    """A `new_token_ratio` as the decimal that was written: 0.7 is seven tenths. ValueError, if it is no part of one."""
+    if isinstance(ratio, Real) and math.isfinite(ratio):
+        part = Fraction(ratio) if isinstance(ratio, Rational) else Fraction(str(ratio))
+        if 0 <= part <= 1:
+            return part
+    raise ValueError(f"new_token_ratio: {ratio!r} is not a number from 0 to 1")
 
 
 def promised_output(max_new_tokens: int, generated_tokens: int) -> int:

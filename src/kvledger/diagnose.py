@@ -24,6 +24,9 @@ from kvledger.trace import Trace
 MAX_CHANGES = 2
 """Switches that are changed together at most."""
 
+BESIDE_DECODE = "beside decode a running request may still be sent back, or end, and give its slots up in time"
+"""Why no decision is called the point of no return where requests decode: refusals are not all that could be done."""
+
 Change = tuple[tuple[str, Any], ...]
 """Switches of `AccountingRules`, each with its new value."""
 
@@ -44,9 +47,9 @@ class Diagnosis:
     """What `kvledger explain` says of a trace under `rules`; `document` is its JSON contract.
 
     No promise is broken in a run that is ok, nor in one that breaks another invariant. `point_of_no_return` is None
-    if the promises could be kept to the end (transfers came in time, or the rules wait for them). `avoided_by` are
-    the fewest switches of the rules under which the same trace ends ok; None if no one or two of them do, or if the
-    target is not `switched`: it ignores them.
+    if the promises could be kept to the end (transfers came in time, or the rules wait for them), or if that was not
+    searched: `unsearched` says why. `avoided_by` are the fewest switches of the rules under which the same trace ends
+    ok; None if no one or two of them do, or if the target is not `switched`: it ignores them.
     """
 
     rules: AccountingRules
@@ -57,6 +60,7 @@ class Diagnosis:
     searched: Searched = field(default=Searched())
     avoided_by: Change | None = None
     switched: bool = True
+    unsearched: str | None = None
 
     @property
     def verdict(self) -> str:
@@ -103,7 +107,8 @@ def diagnosis_of(history: History) -> Diagnosis:
     breach = find_breach(history)
     switched = "rules" not in getattr(history.target, "ignores", ())
     search = FutureSearch(history)
-    point = _point_of_no_return(history, search) if breach is not None else None
+    unsearched = BESIDE_DECODE if breach is not None and history.decodes else None
+    point = _point_of_no_return(history, search) if breach is not None and unsearched is None else None
     return Diagnosis(
         rules=history.rules,
         outcome=outcome,
@@ -113,6 +118,7 @@ def diagnosis_of(history: History) -> Diagnosis:
         searched=search.searched,
         avoided_by=_avoided_by(history) if switched else None,
         switched=switched,
+        unsearched=unsearched,
     )
 
 

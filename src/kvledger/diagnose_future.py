@@ -8,6 +8,7 @@ a round has admitted nothing, nothing new arrives, and what is held or locked fr
 keeps the promises if every request it has admitted finishes its prefill and no allocation fails; a decision is
 *lost* if none does. Within a stretch in which the environment gives nothing back, what can be done after a decision
 can also be done after the one before it, so once lost is lost for the rest of the stretch, and bisection is sound.
+Where requests decode nothing is searched: a running one could be sent back in any round, and give its slots up.
 
 Nothing is assumed of the scheduler but the target protocol: a continuation is replayed on a fresh target, passing over
 a candidate is withdrawing it before the round, and its coming back is a submission under a name of its own.
@@ -244,7 +245,7 @@ def _ending(target: Target, record: RoundRecord) -> bool | None:
         return False
     if all(request.in_flight for request in target.snapshot().live):
         return True
-    if record.joined or record.decoded or record.retracted:
+    if record.joined:
         return None
     in_flight = target.in_flight()
     for request in in_flight:
@@ -255,5 +256,4 @@ def _ending(target: Target, record: RoundRecord) -> bool | None:
 def _most_rounds(run: Replay) -> int:
     """More than any prefill needs: a drain's own bound."""
     pages = sum(ceil_pages(prompt.tokens, run.settings.page_size) for prompt in run.prompts.values())
-    output_tokens = sum(output.max_new_tokens for output in run.outputs.values())
-    return 2 * pages + 2 * len(run.prompts) + output_tokens + 1
+    return 2 * pages + 3 * len(run.prompts) + 1

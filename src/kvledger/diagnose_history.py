@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvledger.events import Abort, Event, Release, Round, Transferred
+from kvledger.events import Abort, Decode, Event, Release, Round, Submit, Transferred
 from kvledger.evidence import needed_pages_of
 from kvledger.monitor import InvariantMonitor
 from kvledger.record import Decision, RoundRecord, Snapshot
@@ -61,6 +61,13 @@ class History:
     def failed(self) -> bool:
         """It ran out of memory or got stuck; a broken invariant alone may pass without harm."""
         return self.outcome.failure is not None or self.outcome.stuck is not None
+
+    @property
+    def decodes(self) -> bool:
+        """Requests of this trace may go on to decode on the same pool, or rounds are run for decode alone."""
+        events = self.trace.events
+        longer = any(event.output.max_new_tokens > 1 for event in events if isinstance(event, Submit))
+        return self.trace.node.mode == "unified" and (longer or any(isinstance(event, Decode) for event in events))
 
     @property
     def page_size(self) -> int:

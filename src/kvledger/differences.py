@@ -38,7 +38,7 @@ KINDS: Mapping[DifferenceKind, str] = MappingProxyType(
         "kind": "another kind of decision: whole, truncated, resumed, deferred or refused",
         "bounds": "another chunk",
         "reason": "another reason for a refusal",
-        "running": "other requests decoded, finished, or were sent back",
+        "running": "other requests decoded, finished, were sent back, preempted or given up",
         "verdict": "an allocation fails, a request is stuck, or an invariant breaks, on one alone",
         "figures": "the same decisions with other figures of the ledger",
         "pool": "the same decisions and figures, and another rest of free and evictable tokens",
@@ -46,7 +46,17 @@ KINDS: Mapping[DifferenceKind, str] = MappingProxyType(
 )
 """Every class of difference. All but the last two are differences in what was decided or came of it."""
 
-_RUNNING = ("decoded", "finished", "retracted", "rolled_back")
+_RUNNING = MappingProxyType(
+    {
+        "preempted": "preempted",
+        "decoded": "decoded",
+        "finished": "finished",
+        "retracted": "sent back",
+        "rolled_back": "prefill thrown away",
+        "gave_up": "given up",
+    }
+)
+"""What a record says of requests about which nothing is decided, and in which words it is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +88,7 @@ def round_difference(
     found = _decisions_differ(*decisions, number, by_decisions)
     if found is not None:
         return found
-    for name in _RUNNING:
+    for name, what in _RUNNING.items():
         mine_ran, yours_ran = (set(getattr(record, name)) for record in (left, right))
         if mine_ran != yours_ran:
             sides = (", ".join(sorted(side)) or "nobody" for side in (mine_ran, yours_ran))
@@ -86,7 +96,7 @@ def round_difference(
                 "running",
                 number,
                 min(mine_ran ^ yours_ran),
-                detail=f"{name.replace('_', ' ')}: {' against '.join(sides)}",
+                detail=f"{what}: {' against '.join(sides)}",
             )
     return _failures_differ(left.failure, right.failure, number)
 

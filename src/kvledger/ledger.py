@@ -86,10 +86,12 @@ class MemoryLedger:
         self._due_tokens[Due.NOW] -= sum(entry.tokens for entry in entries if entry.due is Due.NOW)
         self._entries[request] = kept
 
-    def take_back(self, request: str, kind: str) -> bool:
-        """One promise of this kind is open to others again, to the last fraction; says whether there was one."""
+    def take_back(self, request: str, kind: str, tokens: int | None = None) -> bool:
+        """One promise of this kind (and so many `tokens`) is open to others again, to the last fraction; says whether
+        there was one.
+        """
         entries = self._entries.get(request, [])
-        found = next((entry for entry in entries if entry.kind == kind), None)
+        found = next((each for each in entries if each.kind == kind and tokens in (None, each.tokens)), None)
         if found is not None:
             self._due_tokens[found.due] -= found.tokens
             self._entries[request] = [entry for entry in entries if entry is not found]

@@ -134,10 +134,7 @@ class InvariantMonitor(Monitor):
     def _count_ratio(self, record: RoundRecord) -> None:
         """The ratio that the next round's books should have: recounted from who decoded and who went back."""
         e = self.evidence
-        for_pages = [rid for rid in record.retracted if rid not in record.preempted]
-        outgrown = {rid for rid, _ in record.aborted if rid in record.preempted}
-        for_pages += [rid for rid, _ in record.aborted if rid not in for_pages and rid not in outgrown]
-        if for_pages:
+        if record.retracted or any(rid not in record.preempted for rid, _ in record.aborted):
             joined = {d.request for d in record.joined if not d.tail_tokens}
             kept = [_Kept(e, rid) for rid in record.decoded if rid not in joined]
             self._ratio.retracted(kept)

@@ -98,5 +98,5 @@ def victims(running: Sequence[Any], priority: int, threshold: int, *, low_values
     Only those whose priority is below its own by more than `threshold`.
     """
     sign = -1 if low_values_first else 1
-    below = [each for each in running if (priority - each.priority) * sign > threshold]
-    return sorted(below, key=lambda each: (each.priority * sign, -getattr(each, "arrival", 0)))
+    below = [each for each in running if (priority - getattr(each, "priority", 0)) * sign > threshold]
+    return sorted(below, key=lambda each: (getattr(each, "priority", 0) * sign, -getattr(each, "arrival", 0)))

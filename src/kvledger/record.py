@@ -22,6 +22,7 @@ class Decision:
     [start, end) is the chunk (empty for a refusal); `prefix_tokens` the device hit, of which `newly_locked_tokens`
     were evictable until this request's lock; `load_back` what was copied up from the host at once. `no_slot`: it is a
     state slot that the refused one lacks, not tokens. `output_tokens`: what the gate counts on of its output.
+    `chunk_limit`: what the half-done one may compute at most, because the rest of the budget is kept for shorter ones.
     """
 
     request: str
@@ -36,6 +37,7 @@ class Decision:
     forced: bool = False
     no_slot: bool = False
     output_tokens: int = 1
+    chunk_limit: int | None = None
     baseline: int
     rem_total_tokens: int
     cur_rem_tokens: int
@@ -81,9 +83,10 @@ class RoundRecord:
     """One round: the ledger's figures when the decisions ended, the pool's after the round (or at its failure).
 
     In this round so many pages left the device, left the host, and were found to be cached already when inserted.
-    Requests that `decoded` took a token, `finished` their output, were `retracted` while they decoded (those of them
-    that were `preempted` made way for a more important one), had their admitted prefill `rolled_back`, or wait for a
-    copy that goes on after the round (`loading`). `aborted` ones could not go on, each with the reason.
+    Requests that `decoded` took a token, `finished` their output, had their admitted prefill `rolled_back`, or wait for
+    a copy that goes on after the round (`loading`). Of the running ones `retracted` went back to the queue because the
+    pool had no slots for everybody's next token, `preempted` to make way for a more important one; nobody is in both.
+    `aborted` ones could not go on, each with the reason: they may have gone back first.
     """
 
     round: int
@@ -117,6 +120,16 @@ class RoundRecord:
     @property
     def refused(self) -> tuple[Decision, ...]:
         return tuple(decision for decision in self.decisions if decision.kind == "refused")
+
+    @property
+    def went_back(self) -> tuple[str, ...]:
+        """Running requests that gave up their slots, for whatever reason, in the order in which they did."""
+        return (*self.preempted, *self.retracted)
+
+    @property
+    def gave_up(self) -> tuple[str, ...]:
+        """The `aborted` ones, without their reasons."""
+        return tuple(request for request, _ in self.aborted)
 
     @property
     def forced(self) -> bool:

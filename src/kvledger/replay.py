@@ -140,12 +140,16 @@ class Stuck:
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """Something between rounds: after how many of them, what, to whom, and of how many tokens where that matters."""
+    """Something between rounds: after how many of them, what, to whom, and of how many tokens where that matters.
+
+    `output` is what a submission asks for.
+    """
 
     rounds: int
     what: str
     name: str
     tokens: int | None = None
+    output: Output = USUAL_OUTPUT
 
 
 @dataclass(slots=True)
@@ -343,6 +347,9 @@ class _Overhearing(Watcher):
     def preempted(self) -> None:
         _judge(self._monitor.preempted)
 
+    def before_decode(self) -> None:
+        _judge(self._monitor.before_decode)
+
 
 class Replay:
     """A trace in the making: `apply` events one by one, read `outcome` at any time.
@@ -417,15 +424,15 @@ class Replay:
     def _happening(self, event: Event) -> Happening:
         rounds = len(self.outcome.rounds)
         match event:
-            case Submit(request=rid, prompt=prompt):
-                return Happening(rounds, "submitted", rid, prompt.tokens)
+            case Submit(request=rid, prompt=prompt, output=output):
+                return Happening(rounds, "submitted", rid, prompt.tokens, output)
             case Transferred(request=rid):
                 moot = "" if rid in ask(self.target.in_flight) else " (not in flight: nothing happens)"
                 return Happening(rounds, f"transferred{moot}", rid)
             case Finish(request=rid):
-                return Happening(rounds, "finished", rid)
+                return Happening(rounds, f"finished{self._why_not_finished(rid)}", rid)
             case Abort(request=rid):
-                return Happening(rounds, "aborted", rid)
+                return Happening(rounds, f"aborted{self._why_not_aborted(rid)}", rid)
             case Cached(tier=tier, prompt=prompt, locked=locked):
                 where = f"cached on the {tier}{', locked' if locked else ''}"
                 return Happening(rounds, where, prompt.segments[-1][0], prompt.tokens)
@@ -434,6 +441,20 @@ class Replay:
             case Release(name=name, tokens=released):
                 return Happening(rounds, "released", name, released)
         raise AssertionError(f"{event} is a round, not something between rounds")
+
+    def _why_not_finished(self, rid: str) -> str:
+        """Only a running request's output can end; a target that does not show who runs is taken at its word."""
+        if "decode" not in self.target.capabilities:
+            return self._why_not_aborted(rid)
+        runs = any(each.rid == rid and each.decoding for each in ask(self.target.snapshot).live)
+        return "" if runs else " (not running: nothing happens)"
+
+    def _why_not_aborted(self, rid: str) -> str:
+        if rid not in self.prompts:
+            return " (rejected at submit: nothing happens)"
+        snapshot = ask(self.target.snapshot)
+        here = rid in snapshot.waiting or any(each.rid == rid for each in snapshot.live)
+        return "" if here else " (it has ended: nothing happens)"
 
     @property
     def _decoding(self) -> UnifiedTarget:
@@ -488,7 +509,7 @@ class Replay:
             if self.dead:
                 return
             told = (record.joined, record.decoded, record.finished, record.aborted, record.loading)
-            sent_back = record.retracted or record.rolled_back
+            sent_back = record.went_back or record.rolled_back
             if not any(told) and not self._transfer_all() and not sent_back and self._has_work:
                 self._stick(record, "a round admitted nothing and nothing is in flight")
                 return

@@ -208,9 +208,6 @@ def _check_decode(node: NodeSettings) -> None:
     slots = node.max_running_requests
     if node.pp_size > 1 and slots is None:
         raise _MisfitError(f"{node.pp_size} stages share nothing without max_running_requests", "node", "pp_size")
-    if slots is not None and slots < node.pp_size:
-        message = f"{slots} request slots are fewer than the {node.pp_size} stages that share them"
-        raise _MisfitError(message, "node", "max_running_requests")
     if node.preemption_threshold is not None and (node.mode != "unified" or node.schedule_policy != "priority"):
         message = f'{node.preemption_threshold} needs "mode": "unified" and "schedule_policy": "priority"'
         raise _MisfitError(message, "node", "preemption_threshold")

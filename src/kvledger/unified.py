@@ -38,7 +38,7 @@ class RoundFacts:
         return {
             "decoded": tuple(self.decoded),
             "finished": tuple(self.finished),
-            "retracted": (*self.preempted, *self.retracted),
+            "retracted": tuple(self.retracted),
             "preempted": tuple(self.preempted),
             "aborted": tuple(self.aborted),
         }

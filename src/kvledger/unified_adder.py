@@ -12,19 +12,22 @@ from fractions import Fraction
 from typing import Any, cast
 
 from kvledger.adder import Allocator, PrefillAdder, PrefillRequest
-from kvledger.arithmetic import ceil_tokens, floor_tokens
+from kvledger.arithmetic import ceil_tokens, floor_tokens, whole_number
 from kvledger.decode import Tokens, all_can_end, exact, promised_output, running_share
 from kvledger.ledger import Due
 from kvledger.policy import victims
 from kvledger.rules import AccountingRules
+
+RUNNING = "running"
 
 
 class UnifiedAdder(PrefillAdder):
     """One round's admission beside `running_batch`: the running requests, or an object that has them as `reqs`.
 
     Requests, running or not, offer `max_new_tokens`, and may offer `generated_tokens`, `ignore_eos` and `priority`;
-    a request that was sent back counts what it had generated in `prompt_tokens` too. `num_mixed_decode_tokens` tokens
-    of decode join this batch. Sizes are tokens; `new_token_ratio` is what is expected of the rest of an output, as a
+    or they have them where SGLang's do, in `sampling_params` and as the length of `output_ids`. A request that was
+    sent back counts what it had generated in `prompt_tokens` too. A token each of `num_mixed_decode_tokens` running
+    requests joins this batch. Sizes are tokens; `new_token_ratio` is what is expected of the rest of an output, as a
     fraction (a float is read as the decimal it was written as). `release(req)` gives a preempted request's slots back.
     """
 
@@ -61,12 +64,20 @@ class UnifiedAdder(PrefillAdder):
         running = () if running_batch is None else getattr(running_batch, "reqs", running_batch)
         self.running: list[Any] = list(running)
         self.new_token_ratio = exact(new_token_ratio)
-        self.threshold = priority_scheduling_preemption_threshold
+        self.threshold = whole_number(
+            "priority_scheduling_preemption_threshold", priority_scheduling_preemption_threshold, 0
+        )
         self.low_values_first = schedule_low_priority_values_first
         self.preempt_list: list[Any] = []
         self._tree_disabled: bool = getattr(tree_cache, "disable", False) is True
         self._release = release
         self._reserve_running()
+        whole_number("num_mixed_decode_tokens", num_mixed_decode_tokens, 0)
+        if num_mixed_decode_tokens > len(self.running):
+            raise ValueError(
+                f"num_mixed_decode_tokens: {num_mixed_decode_tokens} is more than the {len(self.running)} running "
+                f"requests"
+            )
         self._mix(num_mixed_decode_tokens)
 
     def _reserve_running(self) -> None:
@@ -84,13 +95,12 @@ class UnifiedAdder(PrefillAdder):
         total = sum(shares[key] * times for key, times in count.items())
         # exact fractions: the ledger adds them up as they are
         self.memory.promise_each("running", entries, cast(int, total), Due.LATER)
+        self._taken.update(dict.fromkeys((rid for rid, _ in entries), RUNNING))
 
     def _mix(self, decode_tokens: int) -> None:
         """A token each of so many running requests joins the batch: it is in every budget."""
         for request in self.running[:decode_tokens]:
             self.memory.promise(request.rid, "decode", 1, Due.NOW)
-        if decode_tokens > len(self.running):
-            self.memory.promise("", "decode", decode_tokens - len(self.running), Due.NOW)
         self.compute.spend(decode_tokens)
 
     @property
@@ -160,6 +170,7 @@ class UnifiedAdder(PrefillAdder):
         pages, rounded down, because that is what a newcomer can use; the ledger gives back all of it. What a victim
         holds already is not counted: one whose share is below a page makes no room, however much it holds.
         """
+        self._check(req)
         needed = self._needed_tokens(req) - self.rem_total_tokens
         chosen: list[Any] = []
         for victim in self._victims(_Output(req).priority):
@@ -177,12 +188,15 @@ class UnifiedAdder(PrefillAdder):
 
     def _put_back(self, chosen: Sequence[Any]) -> None:
         for victim in chosen:
-            self.memory.take_back(victim.rid, "running")
+            self.memory.take_back(victim.rid, "running", cast(int, self._share(victim)))
             if self.memory.take_back(victim.rid, "decode"):
                 self.compute.spend(-1)  # it takes no token in this batch
             self._release(victim)
         self.running = [each for each in self.running if not _among(each, chosen)]
         self.preempt_list += chosen
+        # a victim may ask again in this round; another of its name still runs, if there is one
+        taken = {rid: where for rid, where in self._taken.items() if where != RUNNING}
+        self._taken = taken | dict.fromkeys((each.rid for each in self.running), RUNNING)
 
 
 def _among(request: Any, chosen: Iterable[Any]) -> bool:
@@ -190,12 +204,23 @@ def _among(request: Any, chosen: Iterable[Any]) -> bool:
 
 
 class _Output:
-    """What a request says of its output, where it says anything."""
+    """What a request says of its output. ValueError, one line, where that cannot be."""
 
     __slots__ = ("generated_tokens", "ignore_eos", "max_new_tokens", "priority")
 
     def __init__(self, request: Any) -> None:
-        self.max_new_tokens: int = getattr(request, "max_new_tokens", 1)
-        self.generated_tokens: int = getattr(request, "generated_tokens", 0)
+        most: Any = getattr(request, "max_new_tokens", None)
+        generated: Any = getattr(request, "generated_tokens", None)
         self.ignore_eos: bool = getattr(request, "ignore_eos", False)
         self.priority: int = getattr(request, "priority", 0)
+        if not (type(most) is type(generated) is int and most >= 0 and generated >= 0):
+            # what is not said under our names may be under SGLang's
+            sampling = getattr(request, "sampling_params", None)
+            self.ignore_eos = self.ignore_eos or getattr(sampling, "ignore_eos", False)
+            most = getattr(sampling, "max_new_tokens", None) if most is None else most
+            generated = len(getattr(request, "output_ids", ())) if generated is None else generated
+            rid = getattr(request, "rid", None)
+            whole_number("max_new_tokens", most, 0, of=rid)
+            whole_number("generated_tokens", generated, 0, of=rid)
+        self.max_new_tokens: int = most
+        self.generated_tokens: int = generated

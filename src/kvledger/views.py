@@ -36,6 +36,7 @@ def decision_of(
         newly_locked_tokens=newly_locked_tokens,
         reason=reason,
         forced=adder.forced and kind == "resumed",
+        chunk_limit=adder.chunked_req_limit if kind in ("resumed", "deferred") else None,
         output_tokens=adder.output_tokens(request),
         baseline=adder.memory.baseline,
         rem_total_tokens=math.floor(adder.rem_total_tokens),
@@ -46,20 +47,33 @@ def decision_of(
 
 
 def ledger_facts(adder: PrefillAdder) -> dict[str, Any]:
-    """A round's figures as its decisions leave them. Whole tokens: what remains is rounded down, a promise up."""
+    """A round's figures as its decisions leave them. Whole tokens: what remains is rounded down, and the promises add
+    up to what is taken from it."""
     return {
         "baseline": adder.memory.baseline,
         "rem_total_tokens": math.floor(adder.rem_total_tokens),
         "cur_rem_tokens": math.floor(adder.cur_rem_tokens),
         "rem_chunk_tokens": adder.rem_chunk_tokens,
         "budget_state": adder.budget_state(),
-        "promises": tuple(_whole(promise) for promise in adder.memory.entries()),
+        "promises": in_whole_tokens(adder.memory.entries()),
     }
 
 
-def _whole(promise: Promise) -> Promise:
-    tokens = math.ceil(promise.tokens)
-    return promise if tokens == promise.tokens else Promise(promise.request, promise.kind, tokens, promise.due)
+def in_whole_tokens(promises: Iterable[Promise]) -> tuple[Promise, ...]:
+    """The promises in whole tokens: each exact fraction is rounded up or down, so that all of one due come to their
+    sum rounded up. Those with the largest fractions are rounded up, of equal ones the first."""
+    entries = list(promises)
+    for due in Due:
+        fractions = {at: each for at, each in enumerate(entries) if each.due is due and each.tokens.denominator > 1}
+        whole = math.lcm(*(each.tokens.denominator for each in fractions.values()))  # a token, in equal parts
+        parts = {
+            at: each.tokens.numerator * (whole // each.tokens.denominator) % whole for at, each in fractions.items()
+        }
+        tokens_up = -(-sum(parts.values()) // whole)  # rounded up, and no more than there are fractions
+        rounded_up = set(sorted(parts, key=lambda at: -parts[at])[:tokens_up])
+        for at, each in fractions.items():
+            entries[at] = Promise(each.request, each.kind, math.floor(each.tokens) + (at in rounded_up), due)
+    return tuple(entries)
 
 
 def snapshot_of(
@@ -81,7 +95,7 @@ def snapshot_of(
         held=tuple(page for held in memory.held.values() for page in held.pages),
         host_pages=memory.tree.host_pages,
         clock=memory.tree.clock,
-        open_promises=tuple(_whole(promise) for promise in promises if promise.due is Due.NOW),
+        open_promises=in_whole_tokens(promise for promise in promises if promise.due is Due.NOW),
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvledger.adder import PrefillAdder
+from kvledger.adder import PrefillAdder, PrefillRequest
 from kvledger.decode import retraction_order
 from kvledger.pool import PrefillOutOfMemory
 from kvledger.record import Decision
 from kvledger.request import Request, RequestState
 from kvledger.settings import NodeSettings
 from kvledger.unified import UnifiedNode
+from kvledger.unified_adder import UnifiedAdder
 from tests.mutants.mutant import long_beside_decode, mutant
 
 # --- one token each
@@ -56,9 +57,19 @@ class NewcomerDecodesAtOnce(UnifiedNode):
         return failure
 
 
+class _Trusting(UnifiedAdder):
+    """Takes a request that runs already for a new one."""
+
+    def _check(self, req: PrefillRequest) -> None:
+        self._taken.pop(req.rid, None)
+        super()._check(req)
+
+
 @mutant("output-exact", "ledger-exact")
 class HalfDoneMerged(UnifiedNode):
     """A half-done request is merged with those whose prompt is done, and counts as running."""
+
+    adder_type = _Trusting  # the adder itself would refuse it
 
     def _run_batch(self, adder: PrefillAdder) -> None:
         super()._run_batch(adder)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 from hypothesis import settings
 
 from kvledger.events import Cached, Drain, Event, Submit
@@ -16,6 +18,14 @@ REPEATABLE = settings(derandomize=True, deadline=None)
 
 def prompt(*runs: tuple[str, int]) -> Prompt:
     return Prompt(runs)
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """The one line of a ValueError."""
+    with pytest.raises(ValueError, match=r"\S") as caught:
+        call()
+    (line,) = str(caught.value).splitlines()
+    return line
 
 
 def node_settings(**changes: Any) -> NodeSettings:

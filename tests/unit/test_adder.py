@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from kvledger.adder import AddReqResult, Chunk, PrefillAdder
 from kvledger.arithmetic import ceil_tokens
 from kvledger.ledger import Due
 from kvledger.rules import PRESETS, AccountingRules
-from tests.unit.builders import REPEATABLE
+from tests.unit.builders import REPEATABLE, refusal
 
 CONTINUE, NO_TOKEN, OTHER = AddReqResult.CONTINUE, AddReqResult.NO_TOKEN, AddReqResult.OTHER
 
@@ -175,6 +175,74 @@ def test_the_baseline_is_read_live_from_both_sides() -> None:
     on.cache.allocator.free_tokens = 600
     on.cache.evictable_tokens = 10
     assert (on.adder.memory.baseline, on.adder.rem_total_tokens) == (610, 610)
+
+
+# --- what cannot be
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunk": -64}, "rem_chunk_tokens: -64 is below the minimum 0"),
+        ({"max_prefill": -1}, "rem_input_tokens: -1 is below the minimum 0"),
+        ({"checkpoint_align": 0}, "checkpoint_align: 0 is below the minimum 1"),
+        ({"checkpoint_align": None}, "checkpoint_align: None is not a whole number"),
+        ({"first_token": -1}, "first_token: -1 is below the minimum 0"),
+        ({"rules": "best"}, "'best' is none of upstream, aligned, tail-reserved"),
+    ],
+)
+def test_an_argument_that_cannot_be_is_refused_by_name_and_value(options: dict[str, Any], message: str) -> None:
+    assert refusal(lambda: bench(**options)) == message
+
+
+@pytest.mark.parametrize("page_size", [0, -64, None, 64.0])
+def test_a_page_has_a_slot(page_size: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^page_size: {page_size} is (below the minimum 1|not a whole number)$"):
+        PrefillAdder(page_size, BareCache(), Allocator(9), rem_input_tokens=None, rem_chunk_tokens=None)
+
+
+@pytest.mark.parametrize("add", ["add_one_req", "add_chunked_req"])
+@pytest.mark.parametrize(
+    ("req", "message"),
+    [
+        (Req("A", -1), "prompt_tokens of 'A': -1 is below the minimum 0"),
+        (Req("A", 100, prefix_tokens=-1), "prefix_tokens of 'A': -1 is below the minimum 0"),
+        (Req("A", 100, host_hit_tokens=-64), "host_hit_tokens of 'A': -64 is below the minimum 0"),
+        (Req("A", 100, 64, 64), "prompt_tokens of 'A': 100 is below its prefix_tokens and host_hit_tokens, 128"),
+    ],
+)
+def test_a_request_whose_sizes_cannot_be_costs_nothing(add: str, req: Req, message: str) -> None:
+    on = bench(10_000)
+    before = state(on.adder)
+    assert refusal(lambda: getattr(on.adder, add)(req)) == message
+    assert (state(on.adder), on.calls) == (before, [])
+
+
+@pytest.mark.parametrize("again", ["add_one_req", "add_chunked_req"])
+@pytest.mark.parametrize(
+    ("first", "chunk", "rules", "where"),
+    [
+        ("add_one_req", 704, AccountingRules(), "in this batch"),
+        ("add_chunked_req", 704, AccountingRules(), "in this batch"),
+        ("add_chunked_req", 0, AccountingRules(on_shortage="defer"), "deferred in this round"),
+    ],
+)
+def test_a_request_is_promised_its_slots_once_a_round(
+    first: str, chunk: int, rules: AccountingRules, where: str, again: str
+) -> None:
+    on = bench(10_000, chunk=chunk, rules=rules)
+    getattr(on.adder, first)(Req("A", 2000))
+    before, calls = state(on.adder), list(on.calls)
+    assert refusal(lambda: getattr(on.adder, again)(Req("A", 100))) == f"rid: 'A' is {where} already"
+    assert (state(on.adder), on.calls) == (before, calls)
+
+
+def test_a_refused_request_may_ask_again() -> None:
+    on = bench(100)
+    assert on.adder.add_one_req(Req("A", 100)) is NO_TOKEN
+    assert on.cache.allocator is not None
+    on.cache.allocator.free_tokens = 1000
+    assert on.adder.add_one_req(Req("A", 100)) is CONTINUE
 
 
 # --- step 3: the gate
@@ -623,7 +691,7 @@ def test_budget_state(
 
 REQUESTS = st.builds(
     Req,
-    st.sampled_from(["A", "B", "C"]),
+    st.sampled_from(["A", "B", "C", "D"]),
     st.integers(1537, 4000),
     st.sampled_from([0, 256, 512]),
     st.sampled_from([0, 256, 1024]),
@@ -659,8 +727,8 @@ def owed(adder: PrefillAdder) -> tuple[int, int]:
     free=st.integers(0, 12_000),
     chunk=st.none() | st.integers(64, 5000),
     rules=RULES,
-    half_done=st.none() | REQUESTS,
-    waiting=st.lists(REQUESTS, max_size=4),
+    half_done=st.none() | REQUESTS.map(lambda req: replace(req, rid="half done")),
+    waiting=st.lists(REQUESTS, max_size=4, unique_by=lambda req: req.rid),
 )
 def test_the_books_are_what_the_batch_comes_to(
     free: int, chunk: int | None, rules: AccountingRules, half_done: Req | None, waiting: Sequence[Req]

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvledger.arithmetic import align_chunk_end, ceil_pages, ceil_tokens, floor_tokens
-from tests.unit.builders import REPEATABLE
+from kvledger.arithmetic import align_chunk_end, ceil_pages, ceil_tokens, floor_tokens, whole_number
+from tests.unit.builders import REPEATABLE, refusal
 
 SIZES = st.integers(0, 10**9)
 UNITS = st.integers(1, 4096)
@@ -74,3 +74,27 @@ def test_the_alignment_never_brings_a_chunk_back_to_its_start_nor_lengthens_it(
 )
 def test_align_chunk_end_on_a_grid_of_256(start: int, tokens: int, aligned: int) -> None:
     assert align_chunk_end(start, tokens, 256) == aligned
+
+
+class Index(int):
+    """An integer of somebody else's, a NumPy one say."""
+
+
+@pytest.mark.parametrize("value", [0, 7, 2**70, Index(7)])
+def test_a_whole_number_is_taken_as_it_came(value: int) -> None:
+    assert whole_number("size", value, 0) == value
+
+
+@pytest.mark.parametrize(
+    ("value", "of", "message"),
+    [
+        (0, None, "size: 0 is below the minimum 1"),
+        (-5, "A", "size of 'A': -5 is below the minimum 1"),
+        (None, None, "size: None is not a whole number"),
+        (True, None, "size: True is not a whole number"),
+        (1.0, 3, "size of 3: 1.0 is not a whole number"),
+        ("1", None, "size: '1' is not a whole number"),
+    ],
+)
+def test_what_is_no_whole_number_is_refused_in_a_line(value: object, of: object, message: str) -> None:
+    assert refusal(lambda: whole_number("size", value, 1, of=of)) == message

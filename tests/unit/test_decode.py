@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from kvledger.decode import (
     retraction_order,
     running_share,
 )
+from tests.unit.builders import refusal
 
 
 @dataclass
@@ -49,6 +51,11 @@ def test_a_ratio_is_the_decimal_that_was_written() -> None:
     assert exact(1) == 1
 
 
+@pytest.mark.parametrize("ratio", [-1, -0.1, 1.5, Fraction(4, 3), None, "0.7", float("nan"), float("inf")])
+def test_a_ratio_is_a_part_of_one(ratio: Any) -> None:
+    assert refusal(lambda: exact(ratio)) == f"new_token_ratio: {ratio!r} is not a number from 0 to 1"
+
+
 def test_the_ratio_decays_in_600_rounds_to_its_floor_and_stays_there() -> None:
     ratio = NewTokenRatio(Fraction(7, 10))
     seen = []
@@ -66,6 +73,10 @@ def test_the_ratio_decays_in_600_rounds_to_its_floor_and_stays_there() -> None:
         ([(100, 100)], 1),
         ([(0, 1000)], Fraction(20, 1001)),
         ([], 0),
+        # upstream's published figures
+        ([(5, 100), (3, 50)], Fraction(48, 151)),
+        ([(200, 10)], 1),
+        ([(0, 1000), (0, 1000)], Fraction(40, 2001)),
     ],
 )
 def test_a_retraction_sets_the_ratio_from_those_who_stay(kept: list[tuple[int, int]], ratio: Fraction) -> None:

@@ -234,7 +234,7 @@ def test_long_runs_leave_rounds_out_unless_all_are_asked_for() -> None:
 def test_refusals_and_deferrals_are_told() -> None:
     lines = waterfall(INCIDENT_TRACE.with_rules(AccountingRules(on_shortage="defer")))
     assert "  deferred: 1keim, nothing remains for it" in lines
-    assert "  refused: xpkq, NO_TOKEN" in waterfall(INCIDENT_TRACE.with_rules("tail-reserved"))
+    assert "  refused: xpkq, NO_TOKEN, needs 15610" in waterfall(INCIDENT_TRACE.with_rules("tail-reserved"))
 
 
 # --- side by side
@@ -260,15 +260,15 @@ def test_the_first_decision_that_differs_is_marked() -> None:
 
 def test_the_same_run_twice_differs_nowhere() -> None:
     lines = beside(INCIDENT_TRACE, "tail-reserved", "tail-reserved")
-    assert lines[-1] == "the decisions are the same"
+    assert lines[-1] == "the decisions are the same, and what came of them"
     rounds = replay(INCIDENT_TRACE).rounds
     assert first_difference(rounds, rounds) is None
 
 
 def test_a_round_that_only_one_run_had_is_a_difference() -> None:
     rounds = replay(INCIDENT_TRACE).rounds
-    assert first_difference(rounds, rounds[:2]) == (2, 0)
-    assert first_difference([], rounds) == (0, 0)
+    found = first_difference(rounds, rounds[:2]), first_difference([], rounds)
+    assert [each and (each.round, each.place) for each in found] == [(3, 0), (1, 0)]
 
 
 def test_far_rounds_are_left_out_of_a_comparison() -> None:

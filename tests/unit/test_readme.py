@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from kvledger import cli
+from kvledger import UnifiedAdder, cli
+from kvledger.decode import NewTokenRatio
+from kvledger.request import Output
+from kvledger.rules import PRESETS
+from kvledger.testing.search import DRIVEN_PER_EXAMPLE, EXAMPLES
+from kvledger.testing.unified_moves import UNIFIED_SPACE
+from kvledger.unified import UnifiedNode
+from tests.unit.builders import node_settings, prompt
 
 README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
 
@@ -51,6 +61,50 @@ def test_replayed_incident_is_what_the_command_prints(
 def test_decode_example_prints_its_figures(tmp_path: Path) -> None:
     (example,) = _blocks("py")
     assert _printed(example, tmp_path) == ["228 3 61"]
+
+
+def test_a_retraction_makes_the_ratio_that_it_says() -> None:
+    (stated,) = re.findall(r": (\d+)/(\d+) for two of 100 that have made 30 and 10", README)
+    ratio = NewTokenRatio(Fraction(7, 10))
+    ratio.retracted([SimpleNamespace(generated_tokens=made, max_new_tokens=100) for made in (30, 10)])
+    assert ratio.current == Fraction(*map(int, stated)) == Fraction(30 + 10 + 20 * 2, 100 + 100 + 1)
+
+
+def test_arguments_that_it_names_are_the_constructors() -> None:
+    decode = README.partition("### Where requests also decode")[2].partition("\n## ")[0]
+    (said,) = re.findall(r"SGLang's names: (.*?)\.\n", decode, flags=re.DOTALL)
+    by_name, by_keyword = ([*re.findall(r"`(\w+)`", part)] for part in said.split("by keyword alone"))
+    by_name.remove("reqs")
+    parameters = inspect.signature(UnifiedAdder).parameters
+    assert by_name == [name for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    assert {parameters[name].kind for name in by_keyword} == {inspect.Parameter.KEYWORD_ONLY}
+    assert re.findall(r"constructor's `(\w+)=`", decode) == ["release"]
+    assert "release" in by_keyword
+
+
+def test_a_sent_back_request_is_counted_as_it_says() -> None:
+    (stated,) = re.findall(
+        r"12 of 30 on a prompt of 100\s+are `prompt_tokens` (\d+) .* `generated_tokens` (\d+)", README
+    )
+    settings = node_settings(mode="unified", page_size=1, checkpoint_align=1)
+    node = UnifiedNode(settings, PRESETS["tail-reserved"])
+    node.submit("A", prompt(("a", 100)), Output(30))
+    for _ in range(12):
+        node.run_round()
+    node._send_back(node.running["A"])
+    back = node.waiting["A"]
+    assert (back.prompt_tokens, back.generated_tokens) == tuple(map(int, stated))
+
+
+def test_verify_multiplies_as_it_says() -> None:
+    (stated,) = re.findall(
+        r"is\s+([\d,]+) of Hypothesis's examples and ([\d,]+) plain ones, (\d+) and (\d+) beside decode", README
+    )
+    drawn = (EXAMPLES, EXAMPLES * DRIVEN_PER_EXAMPLE)
+    beside = (UNIFIED_SPACE.examples, UNIFIED_SPACE.examples * DRIVEN_PER_EXAMPLE)
+    assert tuple(int(number.replace(",", "")) for number in stated) == (*drawn, *beside)
+    assert "with `--examples N` it is N and 2 N" in README
+    assert DRIVEN_PER_EXAMPLE == 2
 
 
 def test_its_links_lead_somewhere_and_what_it_names_is_there() -> None:

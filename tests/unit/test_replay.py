@@ -587,6 +587,7 @@ def test_our_node_is_a_target() -> None:
 class DecodingNode(PrefillNode):
     """The node, and tokens for whoever is in flight, out of nowhere: what replay asks of a target that decodes."""
 
+    capabilities = PrefillNode.capabilities - {"decode"}
     features = frozenset({"unified"})
 
     def __init__(self, *built: Any) -> None:
@@ -637,6 +638,63 @@ def test_decode_and_finish_are_events():
     outcome = play(events, settings=UNIFIED, target=DecodingNode)
     assert [record.decoded for record in outcome.rounds] == [(), ("A",)]
     assert [happening.what for happening in outcome.happenings] == ["submitted", "finished"]
+    assert [happening.output for happening in outcome.happenings] == [Output(max_new_tokens=30), USUAL_OUTPUT]
+
+
+RUNS = (Submit("A", prompt(("a", 100)), Output(max_new_tokens=30)), Round())
+MOOT = {
+    "not running": " (not running: nothing happens)",
+    "ended": " (it has ended: nothing happens)",
+    "rejected": " (rejected at submit: nothing happens)",
+}
+
+
+@pytest.mark.parametrize(
+    ("events", "happened"),
+    [
+        ((*RUNS, Finish("A")), ["finished"]),
+        ((*RUNS, Abort("A")), ["aborted"]),
+        ((RUNS[0], Abort("A")), ["aborted"]),
+        ((*RUNS, Finish("A"), Finish("A"), Abort("A")), [
+            "finished", f"finished{MOOT['not running']}", f"aborted{MOOT['ended']}"]),
+        ((RUNS[0], Finish("A")), [f"finished{MOOT['not running']}"]),
+        ((*RUNS, Transferred("A")), ["transferred (not in flight: nothing happens)"]),
+        ((Submit("A", prompt(("a", 9999))), Abort("A"), Finish("A")), [
+            f"aborted{MOOT['rejected']}", f"finished{MOOT['not running']}"]),
+        ((*RUNS, Abort("A"), Abort("A")), ["aborted", f"aborted{MOOT['ended']}"]),
+    ],
+)  # fmt: skip
+def test_what_ends_nothing_does_not_pass_for_an_end(events: Sequence[Event], happened: list[str]) -> None:
+    outcome = play(events, settings=UNIFIED)
+    assert [each.what for each in outcome.happenings if each.what != "submitted"] == happened
+
+
+def test_a_monitor_is_told_all_that_a_target_tells() -> None:
+    told: list[str] = []
+
+    class Listening(Monitor):
+        def before_decision(self) -> None:
+            told.append("before_decision")
+
+        def after_decision(self, decision: Decision) -> None:
+            told.append("after_decision")
+
+        def preempted(self) -> None:
+            told.append("preempted")
+
+        def before_decode(self) -> None:
+            told.append("before_decode")
+
+    settings = changed(UNIFIED, schedule_policy="priority", preemption_threshold=0, max_running_requests=1)
+    important = Submit("B", prompt(("b", 100)), Output(max_new_tokens=9, ignore_eos=True, priority=1))
+    first = Submit("A", prompt(("a", 100)), Output(max_new_tokens=300, ignore_eos=True))
+    play((first, Round(), important, Round()), settings=settings, monitor=Listening())
+    assert set(told) == {name for name in vars(Watcher) if not name.startswith("_")}
+
+
+def test_a_target_that_does_not_show_who_runs_is_believed_until_the_request_has_ended() -> None:
+    outcome = play([*RUNS, Finish("A"), Finish("A")], settings=UNIFIED, target=DecodingNode)
+    assert [each.what for each in outcome.happenings[1:]] == ["finished", f"finished{MOOT['ended']}"]
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def test_start_is_what_happens_before_the_first_round():
     assert lines[start : start + 3] == [
         "start  held: h 64",
         "       cached on the host: doc 164",
-        "       submitted: 6 of them, 60 in all",
+        "       submitted: 6 of them, 60 tokens in all",
     ]
     assert not [line for line in lines if "late" in line]
 
@@ -214,7 +214,7 @@ def test_round_without_decisions():
 def test_pages_that_moved():
     lines = lines_of(evicted_pages=2, dropped_pages=1, shared_pages=3, batch_is_full=True)[1:]
     after = " ".join(line.strip() for line in lines)
-    assert after.endswith("CONTINUE, batch_is_full; 2 pages evicted; 1 pages dropped by the host; 3 pages shared")
+    assert after.endswith("CONTINUE, batch_is_full; 2 pages evicted; 1 page dropped by the host; 3 pages shared")
 
 
 def test_long_batch_keeps_its_ends_and_whoever_is_not_whole():

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from kvledger.adder import AddReqResult
 from kvledger.rules import AccountingRules
 from kvledger.unified_adder import UnifiedAdder
+from tests.unit.builders import refusal
 
 CONTINUE, NO_TOKEN, OTHER = AddReqResult.CONTINUE, AddReqResult.NO_TOKEN, AddReqResult.OTHER
 
@@ -107,7 +110,175 @@ def test_mixed_chunk_budgets() -> None:
     assert (on.rem_chunk_tokens, len(on.can_run_list)) == (0, 2)
 
 
+def mocks(available: int) -> dict[str, Any]:
+    """A cache and an allocator that answer every question, as upstream's tests mock them."""
+    cache, allocator = MagicMock(disable=False), MagicMock()
+    for size in ("full_evictable_size", "evictable_size", "swa_evictable_size"):
+        getattr(cache, size).return_value = 0
+    for size in ("available_size", "full_available_size", "swa_available_size"):
+        getattr(allocator, size).return_value = available
+    return {"page_size": 1, "tree_cache": cache, "token_to_kv_pool_allocator": allocator}
+
+
+def upstream(rid: str, priority: int, max_new_tokens: int, output_ids: tuple[int, ...] = ()) -> SimpleNamespace:
+    """A request that says of its output what upstream's do, where upstream's do."""
+    sampling = SimpleNamespace(max_new_tokens=max_new_tokens)
+    sizes = {"prompt_tokens": 0, "prefix_tokens": 0, "host_hit_tokens": 0}
+    return SimpleNamespace(rid=rid, priority=priority, sampling_params=sampling, output_ids=output_ids, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("low_first", "refused", "newcomer", "back", "offset"),
+    [
+        (False, [(0, 49), (-1, 110)], (1, 49), 0, 175),
+        (True, [(2, 49), (1, 110)], (1, 49), 2, 125),
+    ],
+)
+def test_preemption_by_upstreams_own_names(
+    low_first: bool, refused: list[tuple[int, int]], newcomer: tuple[int, int], back: int, offset: int
+) -> None:
+    running = [upstream("run1", 0, 50), upstream("run2", 1, 75), upstream("run3", 2, 100)]
+    release = MagicMock()
+    on = UnifiedAdder(
+        **mocks(225), running_batch=MagicMock(reqs=running), new_token_ratio=1.0, rem_input_tokens=10000,
+        rem_chunk_tokens=None, num_mixed_decode_tokens=0, priority_scheduling_preemption_threshold=0,
+        schedule_low_priority_values_first=low_first, release=release,
+    )  # fmt: skip
+    assert on.rem_total_token_offset == 225
+    for number, (priority, most) in enumerate(refused):
+        assert not on.preempt_to_schedule(upstream(f"refused{number}", priority, most))
+    assert on.preempt_to_schedule(upstream("new", *newcomer))
+    assert on.preempt_list == [running[back]]
+    assert on.rem_total_token_offset == offset
+    release.assert_called_once_with(running[back])
+
+
+def test_mixed_chunk_budgets_by_upstreams_own_names() -> None:
+    running = [upstream(f"decode_{number}", 0, 50) for number in range(8)]
+    on = UnifiedAdder(
+        **mocks(1000), running_batch=MagicMock(reqs=running), rem_input_tokens=200, rem_chunk_tokens=64,
+        num_mixed_decode_tokens=8,
+    )  # fmt: skip
+    figures = (on.rem_input_tokens, on.rem_chunk_tokens, on.rem_total_token_offset, on.cur_rem_token_offset)
+    assert figures == (192, 56, 408, 8)
+
+
+def test_what_upstreams_requests_have_made_is_subtracted() -> None:
+    running = [upstream("r", 0, 50, output_ids=(7,) * 20), upstream("s", 0, 10)]
+    running[1].sampling_params.ignore_eos = True
+    on = UnifiedAdder(**mocks(1000), running_batch=running, new_token_ratio=0.5)
+    assert on.rem_total_token_offset == 30 * Fraction(1, 2) + 10
+
+
+def test_a_resumed_prompt_that_fits_the_chunk_runs_whole() -> None:
+    """Upstream's figures: 200 of 500 in a chunk, 300 slots free, on pages of 16."""
+    on = adder(Pool(300), [], page=16, rem_chunk_tokens=500)
+    assert on.add_chunked_req(Req("resumed", 128, prompt_tokens=200)) is None
+    assert [(chunk.request.rid, chunk.start, chunk.end) for chunk in on.can_run_list] == [("resumed", 0, 200)]
+
+
 # --- our own
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"page": 0}, "page_size: 0 is below the minimum 1"),
+        ({"page": 16.0}, "page_size: 16.0 is not a whole number"),
+        ({"page": True}, "page_size: True is not a whole number"),
+        ({"ratio": -1}, "new_token_ratio: -1 is not a number from 0 to 1"),
+        ({"ratio": 1.5}, "new_token_ratio: 1.5 is not a number from 0 to 1"),
+        ({"ratio": None}, "new_token_ratio: None is not a number from 0 to 1"),
+        ({"ratio": float("nan")}, "new_token_ratio: nan is not a number from 0 to 1"),
+        ({"ratio": float("inf")}, "new_token_ratio: inf is not a number from 0 to 1"),
+        ({"ratio": "0.7"}, "new_token_ratio: '0.7' is not a number from 0 to 1"),
+        ({"rem_input_tokens": -1}, "rem_input_tokens: -1 is below the minimum 0"),
+        ({"rem_chunk_tokens": -1}, "rem_chunk_tokens: -1 is below the minimum 0"),
+        ({"rem_chunk_tokens": 0.5}, "rem_chunk_tokens: 0.5 is not a whole number"),
+        ({"checkpoint_align": 0}, "checkpoint_align: 0 is below the minimum 1"),
+        ({"num_mixed_decode_tokens": -1}, "num_mixed_decode_tokens: -1 is below the minimum 0"),
+        ({"num_mixed_decode_tokens": None}, "num_mixed_decode_tokens: None is not a whole number"),
+        ({"num_mixed_decode_tokens": 4}, "num_mixed_decode_tokens: 4 is more than the 3 running requests"),
+        (
+            {"priority_scheduling_preemption_threshold": None},
+            "priority_scheduling_preemption_threshold: None is not a whole number",
+        ),
+    ],
+)
+def test_an_argument_that_cannot_be_is_refused_by_name_and_value(options: dict[str, Any], message: str) -> None:
+    assert refusal(lambda: adder(Pool(1000), THREE, **options)) == message
+
+
+def test_the_ends_of_what_can_be_are_taken() -> None:
+    on = adder(Pool(10), THREE, ratio=0, rem_input_tokens=0, rem_chunk_tokens=0, num_mixed_decode_tokens=3)
+    assert (on.rem_total_token_offset, on.rem_input_tokens, on.rem_chunk_tokens) == (3, -3, -3)
+    assert on.budget_state() is OTHER
+    assert adder(Pool(10), [], rem_input_tokens=None, rem_chunk_tokens=None).rem_total_tokens == 10
+
+
+BAD_OUTPUTS = [
+    (Req("x", 50, generated_tokens=-1), "generated_tokens of 'x': -1 is below the minimum 0"),
+    (Req("x", 50, generated_tokens=0.5), "generated_tokens of 'x': 0.5 is not a whole number"),  # type: ignore[arg-type]
+    (Req("x", -1), "max_new_tokens of 'x': -1 is below the minimum 0"),
+    (Req("x", None), "max_new_tokens of 'x': None is not a whole number"),  # type: ignore[arg-type]
+    (
+        SimpleNamespace(rid="x", prompt_tokens=1, prefix_tokens=0, host_hit_tokens=0),
+        "max_new_tokens of 'x': None is not a whole number",
+    ),
+]
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD_OUTPUTS)
+def test_an_output_that_cannot_be_is_refused_wherever_it_comes_in(bad: Any, message: str) -> None:
+    assert refusal(lambda: adder(Pool(1000), [*THREE, bad])) == message
+    for way in ("add_one_req", "add_chunked_req", "preempt_to_schedule"):
+        on = adder(Pool(1000), THREE)
+        assert refusal(lambda on=on, way=way: getattr(on, way)(bad)) == message  # type: ignore[misc]
+        assert (on.rem_total_token_offset, on.can_run_list, on.preempt_list) == (225, [], [])
+
+
+@pytest.mark.parametrize("way", ["add_one_req", "add_chunked_req", "preempt_to_schedule"])
+def test_who_runs_does_not_wait_as_well(way: str) -> None:
+    on = adder(Pool(1000), THREE)
+    again = Req("run2", 5, prompt_tokens=10, priority=9)
+    assert refusal(lambda: getattr(on, way)(again)) == "rid: 'run2' is running already"
+
+
+def test_a_victim_may_ask_again_in_its_round_unless_another_of_its_name_runs() -> None:
+    on = adder(Pool(475), FIVE, schedule_low_priority_values_first=True)
+    assert on.preempt_to_schedule(Req("new", 200, priority=1))
+    assert [each.rid for each in on.preempt_list] == ["run3", "run4"]
+    assert on.add_one_req(Req("run3", 100, prompt_tokens=10)) is CONTINUE
+    assert refusal(lambda: on.add_one_req(Req("run4", 125))) == "rid: 'run4' is running already"
+    assert refusal(lambda: on.add_one_req(Req("run3", 100))) == "rid: 'run3' is in this batch already"
+
+
+def test_of_two_running_requests_of_one_name_each_gives_back_its_own_share() -> None:
+    """Upstream's own figures have two of a name."""
+    on = adder(Pool(150), [Req("twin", 100, priority=1), Req("twin", 50)])
+    assert on.preempt_to_schedule(Req("new", 49, priority=1))
+    assert on.rem_total_token_offset == 100
+
+
+def test_a_running_request_without_a_priority_has_none_of_it() -> None:
+    running = [SimpleNamespace(rid="r", max_new_tokens=50)]
+    on = adder(Pool(50), running)  # type: ignore[arg-type]
+    assert on.preempt_to_schedule(Req("new", 49, priority=1))
+    assert on.preempt_list == running
+
+
+@pytest.mark.parametrize(
+    ("available", "chunk", "answer"),
+    [(147, None, NO_TOKEN), (200, 112, OTHER), (200, 64, OTHER), (1000, None, CONTINUE)],
+)
+def test_the_answer_is_about_the_next_one_and_the_batch_says_who_was_admitted(
+    available: int, chunk: int | None, answer: AddReqResult
+) -> None:
+    """100 + 30 and a page fit 147; then nothing is left to promise, and the answer for an admitted one is NO_TOKEN."""
+    on = adder(Pool(available), [], page=16, rem_chunk_tokens=chunk)
+    request = Req("a", 30, prompt_tokens=100)
+    assert on.add_one_req(request) is answer
+    assert [chunk.request for chunk in on.can_run_list] == [request]
 
 
 def test_running_requests_are_reserved_a_fraction_of_what_is_left() -> None:
@@ -199,3 +370,12 @@ def test_a_victims_share_counts_in_whole_pages_and_comes_back_to_the_last_fracti
     on = adder(Pool(76), running, page=64, ratio=0.75)
     assert on.preempt_to_schedule(Req("new", 1, priority=1))
     assert on.rem_total_token_offset == 0
+
+
+def test_a_refusal_of_nonsense_leaves_no_lock() -> None:
+    arguments = mocks(1000)
+    cache = arguments["tree_cache"]
+    on = UnifiedAdder(**arguments)
+    refusal(lambda: on.add_one_req(Req("x", 5, prompt_tokens=9, generated_tokens=-1)))
+    assert cache.inc_lock_ref.call_count == cache.dec_lock_ref.call_count == 1
+    assert list(on.memory.entries()) == []

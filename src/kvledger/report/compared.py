@@ -12,7 +12,7 @@ from kvledger.differences import KINDS, Difference
 from kvledger.record import Decision, RoundRecord
 from kvledger.report import Replayed
 from kvledger.report.painted import Bars, Line, short_name, unstyled
-from kvledger.report.plain import named, padded, plain, wrapped
+from kvledger.report.plain import counted, named, padded, plain, wrapped
 from kvledger.report.side_by_side import Side, beside_lines, decision_words
 from kvledger.report.text import heading_lines
 from kvledger.runs import LEDGER_FIGURES, Run
@@ -63,7 +63,7 @@ def pair_lines(pair: Pair, bars: Bars, *, all_rounds: bool = False) -> list[Line
 
 
 def _agreement(pair: Pair) -> str:
-    counts = f"{_count(pair.rounds_alike, 'round')} and {_count(pair.decisions_alike, _unit(pair))}"
+    counts = f"{counted(pair.rounds_alike, 'round')} and {counted(pair.decisions_alike, _unit(pair))}"
     if pair.difference is None:
         return f"agree: {counts}"
     where = pair.difference
@@ -72,10 +72,6 @@ def _agreement(pair: Pair) -> str:
 
 def _unit(pair: Pair) -> str:
     return "decision" if pair.by_decisions else "chunk"
-
-
-def _count(number: int, unit: str) -> str:
-    return f"{number} {unit}{'' if number == 1 else 's'}"
 
 
 def _what_is_compared(pair: Pair) -> str:
@@ -185,13 +181,11 @@ def _verdict(run: Run) -> str:
 
 
 def _rounds(pair: Pair, names: Sequence[str], bars: Bars, all_rounds: bool) -> list[Line]:
-    difference = pair.difference
-    place = None if difference is None else (difference.round - 1, -1 if difference.place is None else difference.place)
     one, other = (
         Side(f"{name}: {run.outcome.verdict}", run.outcome.rounds, run.shows_figures)
         for name, run in zip(names, (pair.one, pair.other), strict=True)
     )
-    return beside_lines(one, other, place, bars, all_rounds=all_rounds, by_decisions=pair.by_decisions)
+    return beside_lines(one, other, pair.difference, bars, all_rounds=all_rounds, by_decisions=pair.by_decisions)
 
 
 def _row(label: str, cells: Sequence[str]) -> list[str]:

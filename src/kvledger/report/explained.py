@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from kvledger.diagnose import Diagnosis
 from kvledger.diagnose_promise import BrokenPromise, Spending, decoded_since
 from kvledger.replay import Outcome
-from kvledger.report.plain import COLUMNS, named, plain, wrapped
+from kvledger.report.plain import COLUMNS, counted, named, plain, wrapped
 from kvledger.report.rounds import failure_words
 
 SPENDERS_SHOWN = 6
@@ -52,8 +52,8 @@ def _verdict(diagnosis: Diagnosis) -> str:
     if outcome.stuck is not None:
         stuck = outcome.stuck
         return (
-            f"stuck in round {stuck.round}: {named(stuck.request)} still has {stuck.wanted} tokens to compute; "
-            f"free {stuck.free}, evictable {stuck.evictable}{reason}"
+            f"stuck in round {stuck.round}: {named(stuck.request)} still has {counted(stuck.wanted, 'token')} to "
+            f"compute; free {stuck.free}, evictable {stuck.evictable}{reason}"
         )
     return f"{outcome.verdict} in round {outcome.broken[0].round}{reason}" if outcome.broken else outcome.verdict
 
@@ -72,7 +72,7 @@ def _promise_parts(diagnosis: Diagnosis, promise: BrokenPromise) -> Iterator[tup
 
 
 def _promised(promise: BrokenPromise) -> str:
-    return f"{named(promise.request)}'s {promise.kind} of {promise.tokens} tokens"
+    return f"{named(promise.request)}'s {promise.kind} of {counted(promise.tokens, 'token')}"
 
 
 def _made_by(outcome: Outcome, promise: BrokenPromise) -> str:
@@ -91,8 +91,7 @@ def _made_by(outcome: Outcome, promise: BrokenPromise) -> str:
 def _spent(spendings: Sequence[Spending], decoded: Sequence[str]) -> str:
     """Largest first; what one request took is said together."""
     if not spendings and decoded:
-        more = f" and {len(decoded) - SPENDERS_SHOWN} more" if len(decoded) > SPENDERS_SHOWN else ""
-        return f"{', '.join(map(named, decoded[:SPENDERS_SHOWN]))}{more}, by decoding"
+        return f"{_listed(decoded)}, by decoding"
     if not spendings:
         return "nobody: it was more than there was when it was made"
     by_name: dict[str | None, list[Spending]] = {}
@@ -100,15 +99,30 @@ def _spent(spendings: Sequence[Spending], decoded: Sequence[str]) -> str:
         by_name.setdefault(each.request, []).append(each)
     words = []
     for name, taken in list(by_name.items())[:SPENDERS_SHOWN]:
-        who = "someone without a name" if name is None else named(name)
+        who = _nameless(taken, decoded) if name is None else named(name)
         words.append(f"{who}: {', '.join(f'{each.how} {each.tokens}' for each in taken)}")
     others = [each.tokens for taken in list(by_name.values())[SPENDERS_SHOWN:] for each in taken]
     return "; ".join([*words, *([f"others: {sum(others)}"] if others else [])])
 
 
+def _nameless(taken: Sequence[Spending], decoded: Sequence[str]) -> str:
+    """Several who decode have no name together; nor has whoever is outside."""
+    if {each.how for each in taken} == {"decode"}:
+        return f"running requests ({_listed(decoded)})"
+    return "someone without a name"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SPENDERS_SHOWN} more" if len(names) > SPENDERS_SHOWN else ""
+    return f"{', '.join(map(named, names[:SPENDERS_SHOWN]))}{more}"
+
+
 def _too_late(diagnosis: Diagnosis) -> str:
     point, searched = diagnosis.point_of_no_return, diagnosis.searched
-    tried = f"{searched.continuations} continuations tried{'' if searched.complete else ', more were possible'}"
+    if diagnosis.unsearched is not None:
+        return f"not said: {diagnosis.unsearched}"
+    more = "" if searched.complete else ", more were possible"
+    tried = f"{counted(searched.continuations, 'continuation')} tried{more}"
     if point is None and not searched.continuations:
         return "not known: the target shows no decision before it"
     if point is not None and not searched.continuations:

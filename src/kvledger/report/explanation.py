@@ -11,6 +11,7 @@ from kvledger.invariants import INVARIANTS
 from kvledger.record import AllocationFailure
 from kvledger.replay import Outcome
 from kvledger.report.markup import Name, Words, message_words
+from kvledger.report.plain import counted
 from kvledger.report.recording import Recording
 from kvledger.report.waterfall import missing_tails
 
@@ -86,7 +87,9 @@ def _headline(outcome: Outcome) -> Words:
         return [f"Out of memory in round {outcome.rounds[-1].round}: ", *failure_words(outcome.failure), "."]
     if outcome.stuck is not None:
         stuck = outcome.stuck
-        figures = f" still has {stuck.wanted} tokens to compute; free {stuck.free}, evictable {stuck.evictable}; "
+        figures = (
+            f" still has {counted(stuck.wanted, 'token')} to compute; free {stuck.free}, evictable {stuck.evictable}; "
+        )
         reason = message_words(stuck.message, None)
         return [f"Stuck in round {stuck.round}: ", Name(stuck.request), figures, *reason, "."]
     if outcome.broken:
@@ -96,27 +99,19 @@ def _headline(outcome: Outcome) -> Words:
 
 def failure_words(failure: AllocationFailure) -> Words:
     """Who asked for how much, and what there was."""
-    figures = f" wanted {failure.wanted} tokens; free {failure.free}, evictable {failure.evictable}"
+    figures = f" wanted {counted(failure.wanted, 'token')}; free {failure.free}, evictable {failure.evictable}"
     return [Name(failure.request) if failure.known else failure.request, figures]
-
-
-def counted(count: int, noun: str) -> str:
-    """`1 round`, `2 rounds`."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 # --- the promise
 
 
 def _lead(promise: BrokenPromise, spent: Sequence[Spending], outcome: Outcome) -> Words:
-    words: list[str | Name] = [Name(promise.request), f"'s {promise.kind} of {promise.tokens} tokens, "]
+    words: list[str | Name] = [Name(promise.request), f"'s {promise.kind} of {counted(promise.tokens, 'token')}, "]
     words.append(f"promised in round {promise.round}, ")
     decoded = decoded_since(outcome, promise.round)
     if not spent and decoded:
-        names = [Name(name) for name in decoded[:SPENDINGS_SHOWN]]
-        listed = [word for name in names for word in (", ", name)][1:]
-        more = f" and {len(decoded) - len(names)} more" if len(decoded) > len(names) else ""
-        return [*words, "was spent by requests that decode: ", *listed, f"{more}."]
+        return [*words, "was spent by requests that decode: ", *_names(decoded), "."]
     if not spent:
         return [*words, "was not there, and no other request took it."]
     words.append("was spent by ")
@@ -125,15 +120,23 @@ def _lead(promise: BrokenPromise, spent: Sequence[Spending], outcome: Outcome) -
         if number:
             words.append(" and " if number == len(spent) - 1 else ", ")
         same = number and spending.request == shown[number - 1].request
-        words += [] if same else _spender(spending)
+        words += [] if same else _spender(spending, decoded)
         words.append(_HOW[spending.how].format(spending.tokens))
     if len(spent) > len(shown):
         others = spent[len(shown) :]
-        words.append(f" and {len(others)} more, {sum(each.tokens for each in others)} tokens")
+        words.append(f" and {len(others)} more, {counted(sum(each.tokens for each in others), 'token')}")
     return [*words, "."]
 
 
-def _spender(spending: Spending) -> Words:
+def _names(names: Sequence[str]) -> Words:
+    shown = [Name(name) for name in names[:SPENDINGS_SHOWN]]
+    listed = [word for name in shown for word in (", ", name)][1:]
+    return [*listed, f" and {len(names) - len(shown)} more"] if len(names) > len(shown) else listed
+
+
+def _spender(spending: Spending, decoded: Sequence[str]) -> Words:
+    if spending.request is None and spending.how == "decode":
+        return ["running requests (", *_names(decoded), "), "]
     if spending.request is None:
         return ["pages that belong to nobody, "] if spending.how == "leak" else ["someone outside, "]
     return [Name(spending.request), ": "]
@@ -156,9 +159,8 @@ def _unwritten(recording: Recording, promise: BrokenPromise | None) -> list[Word
     missing = [each for each in missing_tails(view.record, recording.page_size) if each.request == promise.request]
     if not missing:
         return []
-    return [
-        [f"No entry of round {promise.round}'s ledger holds that tail ({missing[0].tokens} tokens in whole pages)."]
-    ]
+    tokens = counted(missing[0].tokens, "token")
+    return [[f"No entry of round {promise.round}'s ledger holds that tail ({tokens} in whole pages)."]]
 
 
 def _reason(outcome: Outcome) -> list[Words]:
@@ -194,6 +196,8 @@ def _diagnosed(diagnosis: Diagnosis) -> list[Words]:
                 f"no fair continuation keeps every promise{early} ({tried}).",
             ]
         )
+    elif diagnosis.unsearched is not None:
+        details.append([f"Since when it was too late is not said: {diagnosis.unsearched}."])
     elif diagnosis.broken_promise is not None and searched.continuations:
         details.append(["The promises could still have been kept to the end: there is no point of no return."])
     if not diagnosis.switched:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvledger.events import Round
-from kvledger.report.lanes import Answer, Lane, Stretch
+from kvledger.report.experiment import output_words
+from kvledger.report.lanes import Answer, Lane, Mark, Stretch
 from kvledger.report.markup import Html, element
+from kvledger.report.plain import counted
 from kvledger.report.recording import Recording
 from kvledger.report.svg import Columns, frame, group, percent
 
@@ -34,25 +36,44 @@ def lane_picture(lane: Lane, recording: Recording, columns: Columns) -> Html:
     answers = [answer for answer in lane.answers if columns.first <= answer.round_index < columns.end]
     shapes += [_refusals(run, recording, columns) for run in _refused_runs(answers)]
     shapes += [_chunk(answer, lane, recording, columns) for answer in answers if answer.decision.joined]
+    shapes += [_mark(mark, recording, columns) for mark in lane.marks]
     if lane.ended is not None:
         step, how = lane.ended
         place = recording.steps[step].rounds_before
         if columns.first <= place <= columns.end:
-            line = element("line", class_=f"ended {how}", x1=columns.x(place), x2=columns.x(place), y1=3, y2=HEIGHT - 3)
+            line = element(
+                "line",
+                class_=f"ended {how.replace(' ', '-')}",
+                x1=columns.x(place),
+                x2=columns.x(place),
+                y1=3,
+                y2=HEIGHT - 3,
+            )
             shapes.append(group(f"{how} {_when(recording, step)}", line))
     return frame(HEIGHT, None, shapes)
+
+
+def _mark(mark: Mark, recording: Recording, columns: Columns) -> Html:
+    """Where a running request lost its slots; that one was given up is drawn as its end."""
+    place = recording.steps[mark.step].rounds_before
+    if mark.what == "given up" or not columns.first <= place < columns.end:
+        return Html("")
+    line = element("line", class_="setback", x1=columns.x(place), x2=columns.x(place), y1=3, y2=HEIGHT - 3)
+    return group(f"{mark.what} {_when(recording, mark.step)}", line)
 
 
 def lane_words(lane: Lane, recording: Recording) -> str:
     """The strip in words, for those who cannot see it."""
     joined = [answer for answer in lane.answers if answer.decision.joined]
-    words = [f"{lane.prompt_tokens} tokens"]
+    asked = output_words(lane.output)
+    words = [counted(lane.prompt_tokens, "token"), *([asked] if asked else [])]
     if joined:
         words.append(f"admitted in round {recording.rounds[joined[0].round_index].record.round}")
-        words.append(f"{len(joined)} chunks" if len(joined) > 1 else "1 chunk")
+        words.append(counted(len(joined), "chunk"))
     refused = sum(answer.decision.kind == "refused" for answer in lane.answers)
     if refused:
         words.append(f"refused {refused} times" if refused > 1 else "refused once")
+    words += [f"{mark.what} {_when(recording, mark.step)}" for mark in lane.marks if mark.what != "given up"]
     if lane.failed_step is not None:
         words.append(f"out of memory {_when(recording, lane.failed_step)}")
     elif lane.ended is not None:
@@ -75,7 +96,7 @@ def _stretch(stretch: Stretch, recording: Recording, columns: Columns) -> Html:
     first, last = max(begins.rounds_before + isinstance(begins.event, Round), columns.first), min(last, columns.end)
     if last <= first:
         return Html("")
-    until = "to the end" if stretch.ends is None else f"until {_when(recording, stretch.ends)}"
+    until = "to the end" if stretch.ends is None else f"ended {_when(recording, stretch.ends)}"
     shape = element(
         "rect",
         class_=stretch.kind.replace(" ", "-"),
@@ -84,7 +105,7 @@ def _stretch(stretch: Stretch, recording: Recording, columns: Columns) -> Html:
         y=_MIDDLE - 2,
         height=4,
     )
-    return group(f"{stretch.kind} from {_when(recording, stretch.begins)} {until}", shape)
+    return group(f"{stretch.kind}, begun {_when(recording, stretch.begins)}, {until}", shape)
 
 
 def _refused_runs(answers: Sequence[Answer]) -> list[list[Answer]]:

@@ -10,9 +10,11 @@ from kvledger.events import Abort, Finish, Round, Submit, Transferred
 from kvledger.record import Decision, RoundRecord
 from kvledger.report.recording import Recording
 from kvledger.report.waterfall import missing_tails
+from kvledger.request import USUAL_OUTPUT, Output
 
 StretchKind = Literal["waiting", "half done", "in flight", "decoding"]
-Ending = Literal["transferred", "finished", "aborted", "rejected"]
+Ending = Literal["transferred", "finished", "aborted", "given up", "rejected"]
+Setback = Literal["preempted", "sent back", "given up"]
 
 
 @dataclass(slots=True)
@@ -41,6 +43,15 @@ class Answer:
     missing_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A running request lost its slots in the step that is a round; the reason is known of those that were given up."""
+
+    step: int
+    what: Setback
+    reason: str | None = None
+
+
 @dataclass(slots=True)
 class Lane:
     """One request. `submitted` is a step, `ended` the step that ended it and how; `failed_step` the round that found no
@@ -50,8 +61,10 @@ class Lane:
     request: str
     prompt_tokens: int
     submitted: int
+    output: Output = USUAL_OUTPUT
     stretches: list[Stretch] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
     ended: tuple[int, Ending] | None = None
     failed_step: int | None = None
 
@@ -80,8 +93,8 @@ def lanes_of(recording: Recording) -> list[Lane]:
     lanes: dict[str, Lane] = {}
     for index, step in enumerate(recording.steps):
         match step.event:
-            case Submit(request, prompt):
-                lane = lanes[request] = Lane(request, prompt.tokens, index)
+            case Submit(request, prompt, output):
+                lane = lanes[request] = Lane(request, prompt.tokens, index, output)
                 if request in rejected:
                     lane.end(index, "rejected")
                 else:
@@ -121,10 +134,17 @@ def _answer(lanes: dict[str, Lane], step: int, round_index: int, recording: Reco
 
 def _decoded(lanes: dict[str, Lane], step: int, record: RoundRecord) -> None:
     """Who went back to the queue, was given up, or has its output."""
-    for request in record.retracted:
-        lanes[request].begin("waiting", step)
-    for request, _ in record.aborted:
-        lanes[request].end(step, "aborted")
+    went: tuple[tuple[Setback, tuple[str, ...]], ...] = (
+        ("preempted", record.preempted),
+        ("sent back", record.retracted),
+    )
+    for what, requests in went:
+        for request in requests:
+            lanes[request].marks.append(Mark(step, what))
+            lanes[request].begin("waiting", step)
+    for request, reason in record.aborted:
+        lanes[request].marks.append(Mark(step, "given up", reason))
+        lanes[request].end(step, "given up")
     for request in record.finished:
         lanes[request].end(step, "finished")
 

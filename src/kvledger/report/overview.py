@@ -29,6 +29,7 @@ _LANE_KEYS = (
     *(("waiting", "waiting"), ("whole", "chunk"), ("truncated", "cut chunk"), ("load-back", "load-back")),
     *(("refused", "refused"), ("forced", "forced"), ("failed", "out of memory"), ("in-flight", "in flight")),
     *(("decoding", "decoding"), ("transferred", "transferred"), ("finished", "output done")),
+    *(("setback", "preempted or sent back"), ("given-up", "given up")),
     ("missing", "tail in no entry"),
 )
 

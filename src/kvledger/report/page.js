@@ -113,8 +113,8 @@ class Section {
 
   waterfall(rows) {
     const low = Math.min(0, ...rows.map((row) => row[4]));
-    const high = Math.max(1, ...rows.map((row) => row[4] + row[3]));
-    return rows.map(([kind, place, words, tokens, level]) => {
+    const high = Math.max(1, ...rows.map((row) => row[4] + Math.max(row[3], 0)));
+    return rows.map(([kind, place, words, tokens, level, change]) => {
       const label = place < 0 ? [words] : [this.name(place), " ", words];
       if (kind === "missing") label.push(" ", make("strong", {}, "in no entry"));
       const start = kind === "figure" ? 0 : level + tokens;
@@ -123,7 +123,7 @@ class Section {
         { class: kind },
         make("th", { scope: "row" }, ...label),
         make("td", { class: "bar" }, this.bar(kind, start, level, low, high)),
-        make("td", { class: "n" }, tokens ? `-${tokens}` : ""),
+        make("td", { class: "n" }, change),
         make("td", { class: "n" }, String(level)),
       );
     });

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvledger import __version__
@@ -28,6 +28,7 @@ LOAD_BACK_US = 200
 PROCESS_ID = 1
 ROUNDS_THREAD = 0
 SOURCE_COLUMNS = 120
+REASON_COLUMNS = 400
 
 Event = dict[str, Any]
 
@@ -207,9 +208,8 @@ def _counter(name: str, tokens: int, at: int) -> Event:
 
 def _lane_events(lane: Lane, number: int, recording: Recording, clock: _Clock) -> Iterator[Event]:
     thread = _Thread(number, "request", {"request": Name(lane.request).short})
-    yield thread.instant(
-        "submitted", clock.event(lane.submitted), request=lane.request, prompt_tokens=lane.prompt_tokens
-    )
+    asked = {"prompt_tokens": lane.prompt_tokens, **asdict(lane.output)}
+    yield thread.instant("submitted", clock.event(lane.submitted), request=lane.request, **asked)
     for stretch in lane.stretches:
         begins, ends = clock.begins(stretch.begins), clock.ends(stretch.ends)
         if ends > begins:
@@ -230,7 +230,14 @@ def _lane_events(lane: Lane, number: int, recording: Recording, clock: _Clock) -
         assert failure is not None, "a lane fails in a round that failed"
         facts = {"wanted": failure.wanted, "free": failure.free, "evictable": failure.evictable}
         yield thread.instant("out of memory", at, **facts, message=failure.message) | {"s": "p"}
-    if lane.ended is not None:
+    for mark in lane.marks:
+        round_index = recording.steps[mark.step].rounds_before
+        # who makes way does so for a decision, and who is sent back or given up goes when the batch has run
+        early = mark.what == "preempted"
+        at = clock.round_start(round_index) if early else clock.round_end(round_index)
+        told = {} if mark.reason is None else {"reason": plain(mark.reason, REASON_COLUMNS)}
+        yield thread.instant(mark.what, at, round=recording.rounds[round_index].record.round, **told)
+    if lane.ended is not None and lane.ended[1] != "given up":
         step, how = lane.ended
         yield thread.instant(f"{how} at submit" if how == "rejected" else how, clock.begins(step))
 

@@ -25,6 +25,11 @@ def named(name: str) -> str:
     return f'"{body}"'
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 round`, `2 rounds`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def width(text: str) -> int:
     """Terminal columns of a text that `plain` or `named` made."""
     return len(text) if text.isascii() else sum(_columns(character) for character in text)

@@ -9,14 +9,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvledger.adder import AddReqResult
 from kvledger.record import Decision
 from kvledger.replay import Broken
 from kvledger.report.explanation import failure_words
 from kvledger.report.markup import Name, Words, message_words
+from kvledger.report.plain import counted
 from kvledger.report.pool_picture import claims_of
 from kvledger.report.recording import Recording, RoundView
-from kvledger.report.rounds import REQUESTS_LISTED, decode_words
+from kvledger.report.rounds import (
+    REQUESTS_LISTED,
+    Layout,
+    chunk_words,
+    moves_of,
+    notes_of,
+    told_of_prefills,
+    told_of_running,
+    unused_words,
+)
 from kvledger.report.waterfall import rows_of
 
 DECISIONS_SHOWN = 40
@@ -64,26 +73,26 @@ def figures_of(view: RoundView, page_size: int) -> list[object]:
     ]
 
 
-def round_data(view: RoundView, recording: Recording, names: Names) -> dict[str, Any]:
+def round_data(view: RoundView, recording: Recording, names: Names, layout: Layout) -> dict[str, Any]:
     """`n` number, `f` figures, `m` messages, `d` decisions, `w` waterfall."""
     record, page_size = view.record, recording.page_size
     broken = [each for each in recording.outcome.broken if each.round == record.round]
     return {
         "n": record.round,
         "f": figures_of(view, page_size),
-        "m": [[kind, names.words(words)] for kind, words in _messages(view, broken)],
+        "m": [[kind, names.words(words)] for kind, words in _messages(view, broken, layout)],
         "d": [
-            [names.place(d.request), str(d.kind), _what(d), _notes(d, page_size), *_ledger(d)]
+            [names.place(d.request), str(d.kind), chunk_words(d), ", ".join(notes_of(d, layout)), *_ledger(d)]
             for d in _decisions_shown(record.decisions)
         ],
         "w": [
-            [row.kind, names.place(row.request), row.words, row.tokens, row.level]
+            [row.kind, names.place(row.request), row.words, row.tokens, row.level, row.change]
             for row in (rows_of(view, page_size) if recording.shows_ledger else [])
         ],
     }
 
 
-def _messages(view: RoundView, broken: Sequence[Broken]) -> list[tuple[str, Words]]:
+def _messages(view: RoundView, broken: Sequence[Broken], layout: Layout) -> list[tuple[str, Words]]:
     """What must be seen of a round, and below it what else is to be known."""
     record = view.record
     messages: list[tuple[str, Words]] = []
@@ -92,25 +101,22 @@ def _messages(view: RoundView, broken: Sequence[Broken]) -> list[tuple[str, Word
     said_already = any(each.invariant == "promises-covered" for each in broken)
     if view.slack is not None and view.slack < 0 and not said_already:
         words = (
-            f"Short of {-view.slack} tokens: admitted prompts still need {view.needed}, and free + evictable is "
-            f"{record.baseline}."
+            f"Short of {counted(-view.slack, 'token')}: admitted prompts still need {view.needed}, and free + "
+            f"evictable is {record.baseline}."
         )
         messages.append(("bad", [words]))
     for each in broken:
         messages.append(("bad", [f"{each.invariant} broken: ", *message_words(each.message, each.request), "."]))
-    moves = (
-        (record.evicted_pages, "evicted"),
-        (record.dropped_pages, "dropped by the host"),
-        (record.shared_pages, "found to be cached already"),
-    )
-    said = [f"{pages} pages {what}" for pages, what in moves if pages]
-    for what, requests in decode_words(record):
+    said = moves_of(record, layout.host)
+    messages += [("note", [f"{words.capitalize()}."]) for words in unused_words(record)]
+    prefills = [(f"Prefill {what}", requests) for what, requests in told_of_prefills(record)]
+    for what, requests in (*told_of_running(record), *prefills):
         messages.append(("note", [f"{what.capitalize()}: ", *_listed(requests), "."]))
     for request, reason in record.aborted:
         messages.append(("note", ["Gave up ", Name(request), f": {reason}."]))
     hidden = len(record.decisions) - len(_decisions_shown(record.decisions))
     if hidden:
-        said.append(f"{hidden} more requests admitted whole (kvledger replay --all-rounds lists them)")
+        said.append(f"{counted(hidden, 'more request')} admitted whole (kvledger replay --all-rounds lists them)")
     if said:
         messages.append(("note", [f"In this round {', '.join(said)}."]))
     return messages
@@ -132,32 +138,6 @@ def _decisions_shown(decisions: Sequence[Decision]) -> list[Decision]:
     edge = DECISIONS_SHOWN // 2
     ends = {*range(edge), *range(len(decisions) - edge, len(decisions))}
     return [decision for index, decision in enumerate(decisions) if index in ends or decision.kind != "whole"]
-
-
-def _what(decision: Decision) -> str:
-    if decision.kind == "refused":
-        return str(decision.reason)
-    if decision.kind == "deferred":
-        return f"at {decision.start}"
-    return f"{decision.start}..{decision.end} ({decision.tokens})"
-
-
-def _notes(decision: Decision, page_size: int) -> str:
-    lock = decision.newly_locked_tokens
-    if decision.kind == "refused":
-        if decision.reason is not AddReqResult.NO_TOKEN:
-            return ""
-        if decision.no_slot:
-            return "no state slot"
-        need = decision.prompt_tokens - decision.prefix_tokens + decision.output_tokens + page_size
-        return f"needs {need}" + (f", would lock {lock}" if lock else "")
-    notes = (
-        ("FORCED", decision.forced),
-        (f"tail {decision.tail_tokens}", decision.tail_tokens),
-        (f"load-back {decision.load_back}", decision.load_back),
-        (f"locks {lock}", lock),
-    )
-    return ", ".join(note for note, applies in notes if applies)
 
 
 def _ledger(decision: Decision) -> list[int | None]:

@@ -67,14 +67,14 @@ def _waterfall(rows: Sequence[Sequence[Any]], names: Sequence[str]) -> Html:
         *(element("th", text, scope="col") for text in ("what", "")),
         *(element("th", text, scope="col", class_="n") for text in ("takes", "leaves")),
     )
-    low = min([0, *(level for *_, level in rows)])
-    high = max([1, *(level + tokens for *_, tokens, level in rows)])
+    low = min([0, *(level for *_, level, _ in rows)])
+    high = max([1, *(level + max(tokens, 0) for *_, tokens, level, _ in rows)])
     body = [_waterfall_row(row, names, low, high) for row in rows]
     return element("table", element("thead", head), element("tbody", *body, data_part="waterfall"), class_="waterfall")
 
 
 def _waterfall_row(row: Sequence[Any], names: Sequence[str], low: int, high: int) -> Html:
-    kind, place, words, tokens, level = row
+    kind, place, words, tokens, level, change = row
     label = join([Name(names[place]), " ", words]) if place >= 0 else words
     if kind == "missing":
         label = join([label, " ", element("strong", "in no entry")])
@@ -83,7 +83,7 @@ def _waterfall_row(row: Sequence[Any], names: Sequence[str], low: int, high: int
         "tr",
         element("th", label, scope="row"),
         element("td", frame(BAR_HEIGHT, None, _bar(kind, start, level, low, high)), class_="bar"),
-        element("td", f"-{tokens}" if tokens else "", class_="n"),
+        element("td", change, class_="n"),
         element("td", level, class_="n"),
         class_=kind,
     )

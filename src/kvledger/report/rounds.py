@@ -6,10 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvledger.adder import AddReqResult
+from kvledger.events import Submit
 from kvledger.ledger import Due, Promise
 from kvledger.record import AllocationFailure, Decision, RoundRecord
 from kvledger.replay import Broken, Outcome
-from kvledger.report.plain import named, padded, plain, width, wrapped
+from kvledger.report.experiment import size_word
+from kvledger.report.plain import counted, named, padded, plain, width, wrapped
+from kvledger.trace import Trace
 
 LEFT_COLUMNS = 58
 """What is decided stands left of here, the ledger's figures right of it."""
@@ -23,12 +26,25 @@ REASON_COLUMNS = 200
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What all rounds share. `everything`: long batches are not cut; `figures`: there is a ledger to show."""
+    """What all rounds share. `everything`: long batches are not cut; `figures`: there is a ledger to show.
+
+    `host`: there is a host tier; `simulated` requests are let in if everybody can come to an end.
+    """
 
     page_size: int
-    name_columns: int
+    name_columns: int = 0
     everything: bool = False
     figures: bool = True
+    host: bool = True
+    simulated: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, trace: Trace, name_columns: int = 0, *, everything: bool = False, figures: bool = True) -> Layout:
+        """That of a trace's rounds."""
+        node = trace.node
+        submitted = (event for event in trace.events if isinstance(event, Submit))
+        simulated = frozenset(event.request for event in submitted if node.simulates(event.output))
+        return cls(node.page_size, name_columns, everything, figures, node.host_pages != 0, simulated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +84,7 @@ def _rounds_with_news(outcome: Outcome) -> set[int]:
         news.add(outcome.stuck.round)
     refused: set[str] = set()
     for record in outcome.rounds:
-        names = {*(decision.request for decision in record.refused), *(f"back {rid}" for rid in record.retracted)}
+        names = {*(decision.request for decision in record.refused), *(f"back {rid}" for rid in record.went_back)}
         if not names <= refused and len(refused) < NEW_REFUSALS_SHOWN:
             news.add(record.round)
         refused |= names
@@ -80,13 +96,14 @@ def gap_lines(gap: Gap) -> list[str]:
     records = gap.records
     admissions = sum(1 for record in records for decision in record.joined if decision.kind != "resumed")
     refusals = sum(len(record.refused) for record in records)
-    tokens, sent_back = (sum(len(getattr(record, name)) for record in records) for name in ("decoded", "retracted"))
-    decode = f", {tokens} tokens decoded, {sent_back} requests sent back" if tokens or sent_back else ""
-    return wrapped(
-        f"... rounds {records[0].round} to {records[-1].round} left out (--all-rounds shows them): {len(records)} "
-        f"rounds, {admissions} admissions, {refusals} refusals{decode}",
-        4,
-    )
+    words = [counted(len(records), "round"), counted(admissions, "admission"), counted(refusals, "refusal")]
+    tokens = sum(len(record.decoded) for record in records)
+    sent_back, preempted = (sum(len(getattr(each, name)) for each in records) for name in ("retracted", "preempted"))
+    if tokens or sent_back or preempted:
+        words += [f"{counted(tokens, 'token')} decoded", f"{counted(sent_back, 'request')} sent back"]
+        words += [f"{preempted} preempted"] if preempted else []
+    where = f"rounds {records[0].round} to {records[-1].round} left out (--all-rounds shows them)"
+    return wrapped(f"... {where}: {', '.join(words)}", 4)
 
 
 # --- one round
@@ -99,10 +116,11 @@ def round_lines(record: RoundRecord, broken: Sequence[Broken], layout: Layout) -
         lines = [padded(lines[0], LEFT_COLUMNS) + _columns("baseline", "cur_rem", "rem_total", "rem_chunk")]
     lines += _decision_lines(record.decisions, layout) or ["  nothing to decide"]
     lines += _promise_lines(record, layout.everything)
-    lines += _decode_lines(record)
+    for label, words in (("running", running_words(record)), ("prefill", prefill_words(record))):
+        lines += wrapped(f"  {label}   {'; '.join(words)}", 12) if words else []
     if record.failure is not None:
         lines += wrapped(f"  OUT OF MEMORY: {failure_words(record.failure)}", 12)
-    lines += wrapped(f"  after     {_after(record)}", 12)
+    lines += wrapped(f"  after     {_after(record, layout.host)}", 12)
     if broken:
         lines += wrapped(f"  BROKEN    {', '.join(each.invariant for each in broken)}", 12)
     return lines
@@ -125,12 +143,13 @@ def _decision_lines(decisions: Sequence[Decision], layout: Layout) -> list[str]:
             lines.append(f"  ... {left_out} more admitted whole")
             left_out = 0
         name = padded(named(decision.request), layout.name_columns)
-        core, notes = f"  {name}  {decision.kind:<9}  {_what(decision)}", _notes(decision, layout.page_size)
+        core, notes = f"  {name}  {decision.kind:<9}  {chunk_words(decision)}", notes_of(decision, layout)
         lines += _row(core, notes, decision if layout.figures else None)
     return lines
 
 
-def _what(decision: Decision) -> str:
+def chunk_words(decision: Decision) -> str:
+    """What of a request was decided to run, or why nothing."""
     if decision.kind == "refused":
         return str(decision.reason)
     if decision.kind == "deferred":
@@ -138,22 +157,30 @@ def _what(decision: Decision) -> str:
     return f"{decision.start}..{decision.end} ({decision.tokens})"
 
 
-def _notes(decision: Decision, page_size: int) -> list[str]:
+def notes_of(decision: Decision, layout: Layout) -> list[str]:
+    """What else there is to say of a decision: what it lacks, leaves, loads and locks."""
     lock = decision.newly_locked_tokens
     if decision.no_slot:
         return ["no state slot"]
     if decision.reason is AddReqResult.NO_TOKEN:
-        need = decision.prompt_tokens - decision.prefix_tokens + decision.output_tokens + page_size
-        return [f"needs {need}", *([f"would lock {lock}"] if lock else [])]
+        need = decision.prompt_tokens - decision.prefix_tokens + decision.output_tokens + layout.page_size
+        lacks = "not all could come to their ends" if decision.request in layout.simulated else f"needs {need}"
+        return [lacks, *([f"would lock {lock}"] if lock else [])]
     if decision.kind == "refused":
         return []
     notes = (
         ("FORCED", decision.forced),
         (f"tail {decision.tail_tokens}", decision.tail_tokens),
+        (limit_words(decision.chunk_limit or 0), decision.chunk_limit and decision.tail_tokens),
         (f"load-back {decision.load_back}", decision.load_back),
         (f"locks {lock}", lock),
     )
     return [note for note, applies in notes if applies]
+
+
+def limit_words(most_tokens: int) -> str:
+    """Why a half-done prompt does not use up the chunk, though memory would let it."""
+    return f"at most {most_tokens}, for shorter prompts wait"
 
 
 def _row(core: str, notes: list[str], figures_of: Decision | None) -> list[str]:
@@ -170,11 +197,6 @@ def _row(core: str, notes: list[str], figures_of: Decision | None) -> list[str]:
     return [*above, (padded(left, LEFT_COLUMNS) + figures).rstrip(), *([f"      {'  '.join(below)}"] if below else [])]
 
 
-def size_word(size: int | None, word: str) -> str:
-    """A size, or `word` where there is none."""
-    return word if size is None else str(size)
-
-
 def _promise_lines(record: RoundRecord, everything: bool) -> list[str]:
     """Who was promised what in this round, and the tails that nobody was promised."""
     by_request: dict[str, list[Promise]] = {}
@@ -187,7 +209,15 @@ def _promise_lines(record: RoundRecord, everything: bool) -> list[str]:
     others = [request for request in by_request if request not in shown]
     if others:
         words.append(f"{len(others)} more {_due(p for request in others for p in by_request[request])}")
-    return wrapped(f"  promised  {'; '.join(words)}", 12) if words else []
+    unused = "".join(f" ({note})" for note in unused_words(record))
+    return wrapped(f"  promised  {'; '.join(words)}{unused}", 12) if words else []
+
+
+def unused_words(record: RoundRecord) -> list[str]:
+    """That tokens which decode was promised of this batch were for nothing, because there was none."""
+    if record.joined or not any(promise.kind == "decode" for promise in record.promises):
+        return []
+    return ["due now only if there had been a batch"]
 
 
 def _promised(request: str, promises: Sequence[Promise], tail_tokens: int) -> str:
@@ -201,27 +231,40 @@ def _due(promises: Iterable[Promise]) -> str:
     tokens = dict.fromkeys(Due, 0)
     for promise in promises:
         tokens[promise.due] += promise.tokens
-    return " + ".join(f"{tokens[due]} {due}" for due in Due if tokens[due])
+    # a share of less than a token may be shown as none
+    return " + ".join(f"{tokens[due]} {due}" for due in Due if tokens[due]) or f"0 {Due.LATER}"
 
 
-def decode_words(record: RoundRecord) -> list[tuple[str, Sequence[str]]]:
-    """What decode did in a round, and to whom; `sent back` are those who gave up their slots for lack of them."""
-    sent_back = [rid for rid in record.retracted if rid not in record.preempted]
-    told: list[tuple[str, Sequence[str]]] = [
+Told = list[tuple[str, Sequence[str]]]
+
+
+def told_of_running(record: RoundRecord) -> Told:
+    """What became of running requests in a round; `sent back` are those for whose next tokens there were no slots."""
+    told: Told = [
+        ("preempted", record.preempted),
         ("decoded", record.decoded),
         ("finished", record.finished),
-        ("sent back", sent_back),
-        ("preempted", record.preempted),
-        ("prefill thrown away", record.rolled_back),
-        ("still loading", record.loading),
+        ("sent back", record.retracted),
     ]
     return [(what, requests) for what, requests in told if requests]
 
 
-def _decode_lines(record: RoundRecord) -> list[str]:
-    words = [f"{what} {_listed(requests)}" for what, requests in decode_words(record)]
-    words += [f"gave up {named(request)}: {plain(reason, REASON_COLUMNS)}" for request, reason in record.aborted]
-    return wrapped(f"  decode    {'; '.join(words)}", 12) if words else []
+def told_of_prefills(record: RoundRecord) -> Told:
+    """What became of admitted requests that do not run yet."""
+    told: Told = [("thrown away", record.rolled_back), ("still loading", record.loading)]
+    return [(what, requests) for what, requests in told if requests]
+
+
+def running_words(record: RoundRecord) -> list[str]:
+    """`told_of_running`, and who was given up, as text."""
+    words = [f"{what} {_listed(requests)}" for what, requests in told_of_running(record)]
+    given_up = [f"gave up {named(request)}: {plain(reason, REASON_COLUMNS)}" for request, reason in record.aborted]
+    return [*words, *given_up]
+
+
+def prefill_words(record: RoundRecord) -> list[str]:
+    """`told_of_prefills` as text."""
+    return [f"{what} {_listed(requests)}" for what, requests in told_of_prefills(record)]
 
 
 def _listed(requests: Sequence[str]) -> str:
@@ -229,16 +272,21 @@ def _listed(requests: Sequence[str]) -> str:
     return shown if len(requests) <= REQUESTS_LISTED else f"{shown} and {len(requests) - REQUESTS_LISTED} more"
 
 
-def _after(record: RoundRecord) -> str:
+def moves_of(record: RoundRecord, host: bool) -> list[str]:
+    """Pages that moved in a round. Without a `host` tier an evicted page is gone, and nobody drops it once more."""
     moves = (
-        ("evicted", record.evicted_pages),
-        ("dropped by the host", record.dropped_pages),
-        ("shared", record.shared_pages),
+        (record.evicted_pages, "evicted"),
+        (record.dropped_pages if host else 0, "dropped by the host"),
+        (record.shared_pages, "shared"),
     )
+    return [f"{counted(pages, 'page')} {what}" for pages, what in moves if pages]
+
+
+def _after(record: RoundRecord, host: bool) -> str:
     words = [
         f"free {record.free}, evictable {record.evictable}, protected {record.protected}",
         f"budget_state {record.budget_state}{', batch_is_full' if record.batch_is_full else ''}",
-        *(f"{pages} pages {what}" for what, pages in moves if pages),
+        *moves_of(record, host),
     ]
     return "; ".join(words)
 
@@ -246,5 +294,6 @@ def _after(record: RoundRecord) -> str:
 def failure_words(failure: AllocationFailure) -> str:
     """Who asked for how much, and what there was."""
     return (
-        f"{named(failure.request)} wanted {failure.wanted} tokens; free {failure.free}, evictable {failure.evictable}"
+        f"{named(failure.request)} wanted {counted(failure.wanted, 'token')}; free {failure.free}, evictable "
+        f"{failure.evictable}"
     )

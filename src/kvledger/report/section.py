@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from kvledger.report.explanation import Explanation, counted, explain
+from kvledger.report.explanation import Explanation, explain
 from kvledger.report.lanes import lanes_of
 from kvledger.report.markup import Html, element, script_json, sentence
 from kvledger.report.overview import close_up, overview, requests
-from kvledger.report.plain import plain
+from kvledger.report.plain import counted, plain
 from kvledger.report.recording import Recording
 from kvledger.report.round_data import FIGURES, Names, round_data
 from kvledger.report.round_panel import round_panel
+from kvledger.report.rounds import Layout
 from kvledger.report.svg import MAX_SPACED_COLUMNS
 from kvledger.report.tables import all_rounds, broken_list, facts, trace_text
 
@@ -21,8 +22,8 @@ def section(recording: Recording, number: int) -> Html:
     """The section of the trace with this number on the page."""
     replayed, outcome = recording.replayed, recording.outcome
     explanation = explain(recording)
-    names = Names()
-    rounds = [round_data(view, recording, names) for view in recording.rounds]
+    names, layout = Names(), Layout.of(recording.trace)
+    rounds = [round_data(view, recording, names, layout) for view in recording.rounds]
     places = {view.record.round: place for place, view in enumerate(recording.rounds)}
     first = _first_shown(recording, explanation, places)
     parts = [

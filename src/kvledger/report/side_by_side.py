@@ -1,4 +1,4 @@
-"""Two runs of one trace, round beside round, with the first decision that differs marked."""
+"""Two runs of one trace, round beside round, with the first thing in which they differ marked."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from kvledger.differences import compared, round_difference
+from kvledger.differences import Difference, compared, round_difference
 from kvledger.record import Decision, RoundRecord
 from kvledger.report import Replayed
 from kvledger.report.painted import Bars, Line, short_name
-from kvledger.report.plain import padded, plain
+from kvledger.report.plain import counted, named, padded, plain, wrapped
+from kvledger.report.rounds import prefill_words, running_words
 from kvledger.report.waterfall_text import bar_columns
 
 SIDE_COLUMNS = 48
@@ -20,10 +21,8 @@ BAR_COLUMNS = 20
 ROUNDS_AROUND = 2
 """Rounds shown before and after the first difference, and at the end."""
 DECISIONS_SHOWN = 12
+DETAIL_COLUMNS = 300
 _MARK, _MIDDLE = ">>", " |  "
-
-Difference = tuple[int, int]
-"""Index of a round and of a decision in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +39,25 @@ def side_by_side_lines(ours: Replayed, theirs: Replayed, bars: Bars, *, all_roun
     difference = first_difference(ours.outcome.rounds, theirs.outcome.rounds)
     sides = [Side(_title(replayed), replayed.outcome.rounds) for replayed in (ours, theirs)]
     lines = beside_lines(sides[0], sides[1], difference, bars, all_rounds=all_rounds)
-    words = "the decisions are the same" if difference is None else f"{_MARK} the first decision that differs"
-    return [*lines, [], [(words, "bold")]]
+    return [*lines, [], *([(line, "bold")] for line in _first_words(ours, theirs, difference))]
+
+
+def _first_words(ours: Replayed, theirs: Replayed, difference: Difference | None) -> list[str]:
+    """What the mark stands at; before it, who only one of the two took in at all."""
+    words = []
+    for one, other in ((ours, theirs), (theirs, ours)):
+        refused = dict(one.outcome.rejected_at_submit).keys() - dict(other.outcome.rejected_at_submit).keys()
+        words += [f"{named(request)} is rejected at submit under {_rules(one)} alone" for request in sorted(refused)]
+    if difference is None:
+        words.append("the decisions are the same, and what came of them")
+    elif difference.kind == "rounds":
+        words.append(f"{_MARK} the first that differs: only one of the two runs round {difference.round}")
+    elif difference.place is not None:
+        words.append(f"{_MARK} the first decision that differs")
+    else:
+        detail = plain(difference.detail, DETAIL_COLUMNS)
+        words.append(f"{_MARK} the first that differs, in round {difference.round}: {detail}")
+    return [line for each in words for line in wrapped(each, 3)]
 
 
 def beside_lines(
@@ -53,7 +69,10 @@ def beside_lines(
     all_rounds: bool = False,
     by_decisions: bool = True,
 ) -> list[Line]:
-    """Two runs in 100 columns. A side's figure is rem_total_tokens after each decision, "-" where it has none."""
+    """Two runs in 100 columns, with their first difference marked.
+
+    A side's figure is rem_total_tokens after each decision, "-" where it has none.
+    """
     pairs = list(zip_longest(one.rounds, other.rounds))
     full_tokens = max((record.baseline for pair in pairs for record in pair if record is not None), default=0)
     table = _Table((one.figures, other.figures), by_decisions, full_tokens, bars)
@@ -64,25 +83,23 @@ def beside_lines(
             hidden += 1
             continue
         if hidden:
-            lines += [[], [(f"... {hidden} rounds left out (--all-rounds shows them)", "dim")]]
+            lines += [[], [(f"... {counted(hidden, 'round')} left out (--all-rounds shows them)", "dim")]]
             hidden = 0
         lines.append([])
-        marked = difference[1] if difference is not None and difference[0] == index else None
-        lines += table.round_lines(pair, marked)
+        here = difference if difference is not None and difference.round == index + 1 else None
+        lines += table.round_lines(pair, here)
     return lines
 
 
 def first_difference(ours: Sequence[RoundRecord], theirs: Sequence[RoundRecord]) -> Difference | None:
-    """The first decision, in time order, that only one run took so."""
-    for index, (one, other) in enumerate(zip_longest(ours, theirs)):
-        found = round_difference(one, other, index + 1)
-        if found is not None and found.place is not None:
-            return index, found.place
-    return None
+    """The first decision, in time order, that only one run took so, or the first round of which something else came."""
+    pairs = enumerate(zip_longest(ours, theirs), start=1)
+    found = (round_difference(one, other, number) for number, (one, other) in pairs)
+    return next((difference for difference in found if difference is not None), None)
 
 
 def _shown(index: int, count: int, difference: Difference | None) -> bool:
-    middle = difference[0] if difference is not None else 0
+    middle = difference.round - 1 if difference is not None else 0
     return abs(index - middle) <= ROUNDS_AROUND or index >= count - ROUNDS_AROUND
 
 
@@ -95,8 +112,11 @@ class _Table:
     full_tokens: int
     bars: Bars
 
-    def round_lines(self, pair: tuple[RoundRecord | None, RoundRecord | None], marked: int | None) -> Iterator[Line]:
-        """The round's decisions, one a line, then what each side may still promise."""
+    def round_lines(
+        self, pair: tuple[RoundRecord | None, RoundRecord | None], difference: Difference | None
+    ) -> Iterator[Line]:
+        """The round's decisions, one a line, what came of running requests, then what each side may still promise."""
+        marked = None if difference is None else difference.place
         head, beside = (_head(record, shown) for record, shown in zip(pair, self.figures, strict=True))
         yield _beside(head, beside, "bold")
         left, right = (compared(record, self.by_decisions) for record in pair)
@@ -108,9 +128,14 @@ class _Table:
             yield _beside(mine, yours, "bold red" if mark == _MARK else "")
         longest = max(len(left), len(right))
         if longest > DECISIONS_SHOWN:
-            yield [(f"  ... up to {longest - DECISIONS_SHOWN} more decisions", "dim")]
+            yield [(f"  ... up to {counted(longest - DECISIONS_SHOWN, 'more decision')}", "dim")]
+        kind = None if difference is None else difference.kind
+        yield from _told_lines(pair, marked=kind == "running" or (kind == "rounds" and not longest))
         mine, yours = (self._end(record, shown) for record, shown in zip(pair, self.figures, strict=True))
-        yield _beside(mine, yours, "green")
+        if kind == "verdict":
+            yield _beside(f"{_MARK}{mine[2:]}", f"{_MARK}{yours[2:]}", "bold red")
+        else:
+            yield _beside(mine, yours, "green")
 
     def _end(self, record: RoundRecord | None, shown: bool) -> str:
         """The round's last figure as a bar (without a ledger, what is left of the pool), or its failure."""
@@ -124,6 +149,15 @@ class _Table:
         before_columns = bar_columns(record.baseline, self.full_tokens, BAR_COLUMNS)
         bar = self.bars.left * left_columns + self.bars.taken * max(0, before_columns - left_columns)
         return f"  {'rem_total' if shown else 'left     '} {tokens:>8}  {bar}"
+
+
+def _told_lines(pair: tuple[RoundRecord | None, RoundRecord | None], *, marked: bool) -> Iterator[Line]:
+    """What became of requests in a round without a decision about them: a thing a line, not always on both sides."""
+    sides = [[] if record is None else [*running_words(record), *prefill_words(record)] for record in pair]
+    for both in zip_longest(*sides, fillvalue=""):
+        mark = _MARK if marked and both[0] != both[1] else "  "
+        mine, yours = (f"{mark}{plain(words, SIDE_COLUMNS - 2)}" for words in both)
+        yield _beside(mine, yours, "bold red" if mark == _MARK else "")
 
 
 def _head(record: RoundRecord | None, shown: bool) -> str:
@@ -153,7 +187,11 @@ def decision_words(decision: Decision) -> str:
 
 
 def _title(replayed: Replayed) -> str:
-    return f"{replayed.preset or 'own switches'}: {replayed.outcome.verdict}"
+    return f"{_rules(replayed)}: {replayed.outcome.verdict}"
+
+
+def _rules(replayed: Replayed) -> str:
+    return replayed.preset or "own switches"
 
 
 def _beside(left: str, right: str, style: str) -> Line:

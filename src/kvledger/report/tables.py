@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 
-from kvledger.events import (
-    Cached,
-    Decode,
-    Drain,
-    Event,
-    Hold,
-    Round,
-    Submit,
-)
+from kvledger.events import Event, Round
 from kvledger.invariants import INVARIANTS
+from kvledger.report.experiment import SHARES, Sized, found_at_start, node_words, submitted_later, sum_words, switches
 from kvledger.report.markup import Content, Html, Name, element, join, message_words, sentence
 from kvledger.report.plain import plain
 from kvledger.report.recording import Recording
 from kvledger.report.round_data import FIGURES, figures_of
 from kvledger.report.round_panel import figure
-from kvledger.rules import AccountingRules
 from kvledger.trace import dumps
 
 NAMES_SHOWN = 5
@@ -53,55 +44,20 @@ def broken_list(recording: Recording, places: dict[int, int]) -> Html:
 
 def facts(recording: Recording) -> Html:
     """Rules, sizes, what is there at the start, what was never admitted, and what could not be asked."""
-    replayed, node = recording.replayed, recording.trace.node
-    sizes = (
-        f"page {node.page_size}, grid {node.checkpoint_align}, chunk {_size(node.chunked_prefill_size, 'off')}, "
-        f"max prefill {_size(node.max_prefill_tokens, 'unlimited')}, pool {node.pool_tokens}, "
-        f"host {_size(node.host_tokens, 'unlimited')}"
-    )
+    replayed = recording.replayed
     listed: list[tuple[str, Content]] = [
-        ("rules", f"{replayed.preset or 'own switches'} ({_switches(replayed.rules)})"),
-        ("node", sizes),
-        *_start(recording.trace.events),
+        ("rules", f"{replayed.preset or 'own switches'} ({switches(replayed.rules)})"),
+        ("node", node_words(recording.trace.node)),
+        *_arrivals(recording.trace.events),
         ("before the first round", _pool_before(recording)),
         *_rejections(recording.outcome.rejected_at_submit),
     ]
+    if recording.shows_ledger and recording.trace.node.mode == "unified":
+        listed.append(("promises", SHARES))
     if replayed.skipped:
         listed.append(("not asked", f"{', '.join(replayed.skipped)}: this target cannot show it"))
     rows = [element("div", element("dt", what), element("dd", content)) for what, content in listed]
     return join([element("h3", "The experiment"), element("dl", *rows, class_="facts")])
-
-
-def _size(size: int | None, word: str) -> str:
-    return word if size is None else str(size)
-
-
-def _switches(rules: AccountingRules) -> str:
-    """The two switches that presets differ in, and whatever else is not as usual."""
-    usual = AccountingRules()
-    values = {field.name: getattr(rules, field.name) for field in fields(rules)}
-    return ", ".join(
-        f"{name} {str(value).lower()}"
-        for name, value in values.items()
-        if name in ("checkpoint_align", "reserve_tail") or value != getattr(usual, name)
-    )
-
-
-def _start(events: Sequence[Event]) -> list[tuple[str, Content]]:
-    """What is there before the first round, by the name of its prompt's last segment, its holder or its request."""
-    found: dict[str, list[tuple[str, int]]] = {}
-    for event in events:
-        match event:
-            case Round() | Decode() | Drain():
-                break
-            case Cached(tier, prompt, locked):
-                what = f"cached on the {tier}{', locked' if locked else ''}"
-                found.setdefault(what, []).append((prompt.segments[-1][0], prompt.tokens))
-            case Hold(name, tokens):
-                found.setdefault("held", []).append((name, tokens))
-            case Submit(request, prompt):
-                found.setdefault("submitted", []).append((request, prompt.tokens))
-    return [(f"at the start, {what}", _named_sizes(sizes)) for what, sizes in found.items()]
 
 
 def _pool_before(recording: Recording) -> str:
@@ -113,10 +69,17 @@ def _pool_before(recording: Recording) -> str:
     return f"free {pool.free}, evictable {pool.evictable}, protected {pool.protected}, held {pool.held}"
 
 
-def _named_sizes(sizes: Sequence[tuple[str, int]]) -> Html:
+def _arrivals(events: Sequence[Event]) -> list[tuple[str, Content]]:
+    found = {f"at the start, {what}": sizes for what, sizes in found_at_start(events).items()}
+    later = submitted_later(events)
+    found |= {"submitted later": later} if later else {}
+    return [(what, _named_sizes(sizes)) for what, sizes in found.items()]
+
+
+def _named_sizes(sizes: Sequence[Sized]) -> Html:
     if len(sizes) > NAMES_SHOWN:
-        return join([f"{len(sizes)} of them, {sum(tokens for _, tokens in sizes)} tokens in all"])
-    return join((join([Name(name), f" {tokens}"]) for name, tokens in sizes), ", ")
+        return join([sum_words(sizes)])
+    return join((join([Name(each.name), each.words]) for each in sizes), ", ")
 
 
 def _rejections(rejected: Sequence[tuple[str, str]]) -> Iterable[tuple[str, Content]]:

@@ -6,24 +6,14 @@ Pure functions, from records to lines. Names and messages come from traces, so a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 
-from kvledger.events import (
-    Cached,
-    Decode,
-    Drain,
-    Event,
-    Hold,
-    Round,
-    Submit,
-)
+from kvledger.events import Event
 from kvledger.record import RoundRecord
 from kvledger.replay import Broken, Happening, Outcome
 from kvledger.report import Replayed
-from kvledger.report.plain import COLUMNS, NAME_COLUMNS, named, plain, width, wrapped
-from kvledger.report.rounds import Gap, Layout, failure_words, gap_lines, round_lines, rounds_to_show, size_word
-from kvledger.rules import AccountingRules
-from kvledger.settings import NodeSettings
+from kvledger.report.experiment import SHARES, Sized, found_at_start, node_words, sum_words, switches
+from kvledger.report.plain import COLUMNS, NAME_COLUMNS, counted, named, plain, width, wrapped
+from kvledger.report.rounds import Gap, Layout, failure_words, gap_lines, round_lines, rounds_to_show
 
 ALIGNED_NAME_COLUMNS = 16
 """A longer name shifts its own row, not the table."""
@@ -42,8 +32,7 @@ def replay_lines(replayed: Replayed, *, all_rounds: bool = False) -> list[str]:
     """The whole report of one trace. `all_rounds` leaves nothing out."""
     outcome = replayed.outcome
     shown = [*outcome.rounds] if all_rounds else rounds_to_show(outcome)
-    page_size, names = replayed.trace.node.page_size, _name_columns(outcome)
-    layout = Layout(page_size, names, everything=all_rounds, figures=replayed.shows_figures)
+    layout = Layout.of(replayed.trace, _name_columns(outcome), everything=all_rounds, figures=replayed.shows_figures)
     lines = heading_lines(replayed)
     for each in shown:
         lines.append("")
@@ -68,9 +57,9 @@ def _between_lines(outcome: Outcome, shown: RoundRecord | Gap) -> list[str]:
 
 def _happened(happenings: Sequence[Happening]) -> str:
     """Grouped by what happened, in the order in which each first did."""
-    grouped: dict[str, list[tuple[str, int | None]]] = {}
+    grouped: dict[str, list[Sized]] = {}
     for each in happenings:
-        grouped.setdefault(each.what, []).append((each.name, each.tokens))
+        grouped.setdefault(each.what, []).append(Sized(each.name, each.tokens, each.output))
     return "; ".join(f"{what} {_named_sizes(sizes)}" for what, sizes in grouped.items())
 
 
@@ -85,7 +74,8 @@ def summary_line(replays: Sequence[Replayed]) -> str:
     names = [plain(replayed.source, 60) for replayed in failed[:NAMES_SHOWN]]
     if len(failed) > len(names):
         names.append(f"and {len(failed) - len(names)} more")
-    return f"{len(replays)} traces, {len(failed)} not as they should be{': ' if names else ''}{', '.join(names)}"
+    listed = f": {', '.join(names)}" if names else ""
+    return f"{counted(len(replays), 'trace')}, {len(failed)} not as they should be{listed}"
 
 
 # --- the heading
@@ -93,65 +83,28 @@ def summary_line(replays: Sequence[Replayed]) -> str:
 
 def heading_lines(replayed: Replayed) -> list[str]:
     """The experiment: where it comes from, its rules and sizes, and what is there at the start."""
-    trace, node = replayed.trace, replayed.trace.node
-    sizes = (
-        f"page {node.page_size}, grid {node.checkpoint_align}, chunk {size_word(node.chunked_prefill_size, 'off')}, "
-        f"max prefill {size_word(node.max_prefill_tokens, 'unlimited')}, pool {node.pool_tokens}, "
-        f"host {size_word(node.host_tokens, 'unlimited')}{_beyond_prefill(node)}"
-    )
+    trace = replayed.trace
     return [
         f"=== {plain(replayed.source, COLUMNS - 8)} ===",
         *wrapped(plain(trace.title, TITLE_COLUMNS)),
-        *wrapped(f"rules  {replayed.preset or 'own switches'} ({_switches(replayed.rules)})", 7),
-        *wrapped(f"node   {sizes}", 7),
+        *wrapped(f"rules  {replayed.preset or 'own switches'} ({switches(replayed.rules)})", 7),
+        *wrapped(f"node   {node_words(trace.node)}", 7),
         *_start_lines(trace.events),
         *(_LEDGER if replayed.shows_figures else _NO_LEDGER),
+        *(wrapped(SHARES) if replayed.shows_figures and trace.node.mode == "unified" else ()),
     ]
 
 
-def _beyond_prefill(node: NodeSettings) -> str:
-    """What a node has that a plain prefill node has not."""
-    usual = {field.name: field.default for field in fields(node)}
-    names = list(usual)[list(usual).index("mode") :]
-    told = ((name.replace("_", " "), getattr(node, name)) for name in names if getattr(node, name) != usual[name])
-    return "".join(f", {words} {str(value).lower()}" for words, value in told)
-
-
-def _switches(rules: AccountingRules) -> str:
-    """The two switches that presets differ in, and whatever else is not as usual."""
-    usual = AccountingRules()
-    words = []
-    for field in fields(rules):
-        value = getattr(rules, field.name)
-        if field.name in ("checkpoint_align", "reserve_tail") or value != getattr(usual, field.name):
-            words.append(f"{field.name} {str(value).lower()}")
-    return ", ".join(words)
-
-
 def _start_lines(events: Sequence[Event]) -> list[str]:
-    """What is there before the first round, by the name of its prompt's last segment, its holder or its request."""
-    found: dict[str, list[tuple[str, int | None]]] = {}
-    for event in events:
-        match event:
-            case Round() | Decode() | Drain():
-                break
-            case Cached(tier, prompt, locked):
-                where = f"cached on the {tier}{', locked' if locked else ''}:"
-                found.setdefault(where, []).append((prompt.segments[-1][0], prompt.tokens))
-            case Hold(name, tokens):
-                found.setdefault("held:", []).append((name, tokens))
-            case Submit(request, prompt):
-                found.setdefault("submitted:", []).append((request, prompt.tokens))
-    words = [f"{what} {_named_sizes(sizes)}" for what, sizes in found.items()]
+    words = [f"{what}: {_named_sizes(sizes)}" for what, sizes in found_at_start(events).items()]
     marks = ["start  ", *[" " * 7] * len(words)]
     return [line for mark, each in zip(marks, words, strict=False) for line in wrapped(mark + each, 9)]
 
 
-def _named_sizes(sizes: Sequence[tuple[str, int | None]]) -> str:
-    if len(sizes) <= NAMES_SHOWN:
-        return ", ".join(named(name) if tokens is None else f"{named(name)} {tokens}" for name, tokens in sizes)
-    known = [tokens for _, tokens in sizes if tokens is not None]
-    return f"{len(sizes)} of them" + (f", {sum(known)} in all" if known else "")
+def _named_sizes(sizes: Sequence[Sized]) -> str:
+    if len(sizes) > NAMES_SHOWN:
+        return sum_words(sizes)
+    return ", ".join(f"{named(each.name)}{each.words}" for each in sizes)
 
 
 # --- how it ended
@@ -195,8 +148,8 @@ def _why(outcome: Outcome) -> str:
     if outcome.stuck is not None:
         stuck = outcome.stuck
         return (
-            f" in round {stuck.round}: {named(stuck.request)} still has {stuck.wanted} tokens to compute; free "
-            f"{stuck.free}, evictable {stuck.evictable}; {plain(stuck.message, REASON_COLUMNS)}"
+            f" in round {stuck.round}: {named(stuck.request)} still has {counted(stuck.wanted, 'token')} to compute; "
+            f"free {stuck.free}, evictable {stuck.evictable}; {plain(stuck.message, REASON_COLUMNS)}"
         )
     return f" in round {outcome.broken[0].round}" if outcome.broken else ""
 

@@ -8,8 +8,8 @@ from kvledger.arithmetic import ceil_tokens
 from kvledger.events import Cached, Decode, Drain, Event, Hold, Release, Round, Submit
 from kvledger.ledger import Promise
 from kvledger.record import Decision, RoundRecord
-from kvledger.report.explanation import counted
 from kvledger.report.markdown import code, codes, escaped, table
+from kvledger.report.plain import counted
 from kvledger.report.recording import Pool, Recording, Step
 from kvledger.report.rounds import Gap, rounds_to_show
 from kvledger.report.upstream_story import Story, victim
@@ -198,7 +198,7 @@ def _needs(recording: Recording) -> dict[int, int]:
         for decision in record.joined:
             whole = ceil_tokens(decision.prompt_tokens, page_size)
             rest[decision.request] = whole - ceil_tokens(decision.end, page_size)
-        for name in (*record.rolled_back, *record.retracted):
+        for name in (*record.rolled_back, *record.went_back):
             rest.pop(name, None)
         found[record.round] = sum(rest.values())
     return found
@@ -209,6 +209,7 @@ def _after(record: RoundRecord, step: Step, pool: Pool, needed: int, pool_tokens
     for names, what in (
         (record.decoded, "Decoded: {}."),
         (record.finished, "Finished: {}."),
+        (record.preempted, "Made way, while decoding, for a request of higher priority: {}."),
         (record.retracted, "Sent back while decoding: {}."),
         (record.rolled_back, "**Preempted in the middle of its prefill: {}.**"),
         (record.loading, "Still being loaded: {}."),

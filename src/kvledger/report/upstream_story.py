@@ -13,8 +13,9 @@ from kvledger.invariants import INVARIANTS
 from kvledger.monitor import InvariantMonitor
 from kvledger.record import AllocationFailure, RoundRecord
 from kvledger.replay import Broken, Outcome, Replay, replay
-from kvledger.report.explanation import MAX_ROUNDS_DIAGNOSED, SPENDINGS_SHOWN, counted
+from kvledger.report.explanation import MAX_ROUNDS_DIAGNOSED, SPENDINGS_SHOWN
 from kvledger.report.markdown import code, codes, escaped
+from kvledger.report.plain import counted
 from kvledger.report.recording import Recording
 from kvledger.report.waterfall import missing_tails
 

@@ -11,7 +11,7 @@ from kvledger.ledger import Due, Promise
 from kvledger.record import RoundRecord
 from kvledger.report.recording import RoundView
 
-RowKind = Literal["figure", "taken", "now", "later", "missing"]
+RowKind = Literal["figure", "given", "taken", "now", "later", "missing"]
 REQUESTS_SHOWN = 16
 """More requests than that are added up, for each due."""
 _KINDS = {"page_overhead": "page", "first_token": "first token"}
@@ -19,13 +19,18 @@ _KINDS = {"page_overhead": "page", "first_token": "first token"}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One bar. `tokens` is what it takes away (for a figure: nothing), `level` what is left after it."""
+    """One bar. `tokens` is what it takes away (for a figure: nothing; below zero: it gives), `level` what is left."""
 
     kind: RowKind
     request: str | None
     words: str
     tokens: int
     level: int
+
+    @property
+    def change(self) -> str:
+        """What it does to the level, with a sign; empty for a figure."""
+        return "" if self.kind == "figure" else f"{-self.tokens:+}" if self.tokens else "0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +85,36 @@ def rows_of(view: RoundView, page_size: int) -> list[Row]:
 
 
 def _taken_rows(view: RoundView) -> list[Row]:
-    """What admissions took from free + evictable at once: load-backs and locks."""
+    """What preempted requests gave back, and admissions took from free + evictable at once: load-backs and locks."""
     record = view.record
-    if view.begins is None or view.begins == record.baseline:
+    taken = [
+        (decision.request, words, tokens)
+        for decision in record.joined
+        for words, tokens in (("lock", decision.newly_locked_tokens), ("load-back", decision.load_back))
+        if tokens
+    ]
+    if view.begins is None or (view.begins == record.baseline and not taken):
         return []
     level = view.begins
     rows = [Row("figure", None, "free + evictable at its start", 0, level)]
-    for decision in record.decisions:
-        if not decision.joined:
-            continue
-        for words, tokens in (("lock", decision.newly_locked_tokens), ("load-back", decision.load_back)):
-            if tokens:
-                level -= tokens
-                rows.append(Row("taken", decision.request, f"{words} {tokens}", tokens, level))
+    given_tokens = record.baseline + sum(tokens for *_, tokens in taken) - level
+    if given_tokens > 0:
+        level += given_tokens
+        rows.append(_given_row(record.preempted, given_tokens, level))
+    for request, words, tokens in taken:
+        level -= tokens
+        rows.append(Row("taken", request, f"{words} {tokens}", tokens, level))
     if level != record.baseline:
         rows.append(Row("taken", None, "taken by no decision", level - record.baseline, record.baseline))
     return rows
+
+
+def _given_row(preempted: Sequence[str], tokens: int, level: int) -> Row:
+    """What became free or evictable before the decisions ended."""
+    if len(preempted) == 1:
+        return Row("given", preempted[0], f"preempted, gives back {tokens}", -tokens, level)
+    words = f"{len(preempted)} preempted requests give back {tokens}" if preempted else "given back by no decision"
+    return Row("given", None, words, -tokens, level)
 
 
 def _by_request(promises: Sequence[Promise], due: Due) -> list[tuple[str | None, str, int]]:

@@ -12,9 +12,20 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from kvledger.record import RoundRecord
 from kvledger.report.painted import Bars, Line, Span, short_name
-from kvledger.report.plain import padded, plain, width
+from kvledger.report.plain import padded, plain, width, wrapped
 from kvledger.report.recording import Recording, RoundView
-from kvledger.report.rounds import Gap, failure_words, gap_lines, rounds_to_show
+from kvledger.report.rounds import (
+    Gap,
+    Layout,
+    failure_words,
+    gap_lines,
+    limit_words,
+    notes_of,
+    prefill_words,
+    rounds_to_show,
+    running_words,
+    unused_words,
+)
 from kvledger.report.waterfall import Row, rows_of
 
 LABEL_COLUMNS = 46
@@ -24,7 +35,7 @@ NAME_COLUMNS = 8
 """What is left to a name at least, however long the words beside it are."""
 REFUSALS_SHOWN = 3
 
-_STYLES = {"figure": "bold", "taken": "yellow", "now": "cyan", "later": "blue", "missing": "bold red"}
+_STYLES = {"figure": "bold", "given": "green", "taken": "yellow", "now": "cyan", "later": "blue", "missing": "bold red"}
 
 
 def waterfall_lines(
@@ -35,6 +46,7 @@ def waterfall_lines(
     views = {view.record.round: view for view in recording.rounds}
     falls = {each.round: rows_of(views[each.round], recording.page_size) for each in shown if not isinstance(each, Gap)}
     full_tokens = max((row.level for rows in falls.values() for row in rows), default=0)
+    layout = Layout.of(recording.trace)
     legend = f"{bars.left} is left, {bars.taken} is taken by that row, {bars.beyond} is more than there is"
     lines: list[Line] = [[(f"{legend}; all in tokens", "dim")]]
     for each in shown:
@@ -43,12 +55,12 @@ def waterfall_lines(
             lines += [[(line, "dim")] for line in gap_lines(each)]
         else:
             said = [words for number, words in notes if number == each.round]
-            lines += _round_lines(views[each.round], falls[each.round], full_tokens, bars, said)
+            lines += _round_lines(views[each.round], falls[each.round], full_tokens, bars, layout, said)
     return lines
 
 
 def _round_lines(
-    view: RoundView, rows: Sequence[Row], full_tokens: int, bars: Bars, notes: Iterable[str]
+    view: RoundView, rows: Sequence[Row], full_tokens: int, bars: Bars, layout: Layout, notes: Iterable[str]
 ) -> Iterator[Line]:
     head = f"round {view.record.round}"
     yield [(padded(head, LABEL_COLUMNS) + f"{'tokens':>{FIGURE_COLUMNS}}{'left':>{FIGURE_COLUMNS}}", "bold")]
@@ -58,14 +70,13 @@ def _round_lines(
             missing = True
             yield [("  owed, and in no entry of the ledger:", _STYLES["missing"])]
         yield _row_line(row, full_tokens, bars)
-    yield from ([(f"  {line}", style)] for line, style in _ends(view.record))
+    yield from ([(f"  {line}", style)] for line, style in _ends(view.record, layout))
     yield from ([(f"  <- {note}", "bold")] for note in notes)
 
 
 def _row_line(row: Row, full_tokens: int, bars: Bars) -> Line:
     style = _STYLES[row.kind]
-    taken = f"-{row.tokens}" if row.kind != "figure" else ""
-    text = padded(_label(row), LABEL_COLUMNS) + f"{taken:>{FIGURE_COLUMNS}}{row.level:>{FIGURE_COLUMNS}}  "
+    text = padded(_label(row), LABEL_COLUMNS) + f"{row.change:>{FIGURE_COLUMNS}}{row.level:>{FIGURE_COLUMNS}}  "
     return [(text, style), *_bar(row, full_tokens, bars)]
 
 
@@ -98,14 +109,19 @@ def bar_columns(tokens: int, full_tokens: int, columns: int) -> int:
     return min(columns, max(1, (2 * tokens * columns + full_tokens) // (2 * full_tokens)))
 
 
-def _ends(record: RoundRecord) -> Iterator[Span]:
-    """Who was refused or put off, and whether the round failed."""
+def _ends(record: RoundRecord, layout: Layout) -> Iterator[Span]:
+    """Who was refused or put off, what became of running requests, and whether the round failed."""
     for decision in record.refused[:REFUSALS_SHOWN]:
-        yield f"refused: {short_name(decision.request, LABEL_COLUMNS)}, {decision.reason}", ""
+        why = ", ".join([str(decision.reason), *notes_of(decision, layout)])
+        yield f"refused: {short_name(decision.request, LABEL_COLUMNS)}, {why}", ""
     for decision in record.decisions:
         if decision.kind == "deferred":
             yield f"deferred: {short_name(decision.request, LABEL_COLUMNS)}, nothing remains for it", ""
+        if decision.kind == "resumed" and decision.chunk_limit and decision.tail_tokens:
+            yield f"cut: {short_name(decision.request, LABEL_COLUMNS)}, {limit_words(decision.chunk_limit)}", ""
         if decision.forced:
             yield f"forced: {short_name(decision.request, LABEL_COLUMNS)}, though nothing remains", "red"
+    for told in (unused_words(record), running_words(record), [f"prefill {each}" for each in prefill_words(record)]):
+        yield from ((line[2:], "") for line in wrapped(f"  {'; '.join(told)}", 4) if told)
     if record.failure is not None:
         yield plain(f"OUT OF MEMORY: {failure_words(record.failure)}", 2 * LABEL_COLUMNS), "bold red"

@@ -158,7 +158,7 @@ class SearchMonitor(InvariantMonitor):
             "decoded in a mixed batch": bool(record.decoded and record.joined),
             "decoded beside a half-done request": bool(record.decoded and half_done),
             "output done": bool(record.finished),
-            "retracted": len(record.retracted) > len(record.preempted),
+            "retracted": bool(record.retracted),
             "preempted": bool(record.preempted),
             "given up by the node": bool(record.aborted),
             "no request slot": record.batch_is_full and not record.refused,

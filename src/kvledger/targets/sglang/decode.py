@@ -30,7 +30,7 @@ class Step:
 
     @property
     def retracted(self) -> tuple[str, ...]:
-        return tuple(request.rid for request in (*self.preempted, *self.back))
+        return tuple(request.rid for request in self.back)
 
 
 class Decoder:
