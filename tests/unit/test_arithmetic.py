@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvledger.arithmetic import align_chunk_end, ceil_pages, ceil_tokens, floor_tokens
+from kvledger.arithmetic import align_chunk_end, ceil_pages, ceil_tokens, floor_or_keep, floor_tokens
 from tests.unit.builders import REPEATABLE
 
 SIZES = st.integers(0, 10**9)
@@ -74,3 +74,10 @@ def test_the_alignment_never_brings_a_chunk_back_to_its_start_nor_lengthens_it(
 )
 def test_align_chunk_end_on_a_grid_of_256(start: int, tokens: int, aligned: int) -> None:
     assert align_chunk_end(start, tokens, 256) == aligned
+
+
+@pytest.mark.parametrize(
+    ("tokens", "unit", "left"), [(704, 320, 640), (640, 320, 640), (319, 320, 319), (704, None, 704), (0, 320, 0)]
+)
+def test_floor_or_keep_never_rounds_to_nothing(tokens: int, unit: int | None, left: int) -> None:
+    assert floor_or_keep(tokens, unit) == left
