@@ -46,4 +46,4 @@ def test_its_explanation_names_the_fix(cause: str) -> None:
     assert diagnosis is not None
     assert diagnosis.avoided_by is not None
     assert diagnosis.avoided_by == (("reserve_tail", True),)
-    assert diagnosis.invariant == "promises-covered"
+    assert diagnosis.broken_promise is not None

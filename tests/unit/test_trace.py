@@ -45,7 +45,11 @@ from kvledger.trace import (
 )
 
 REPEATABLE = settings(derandomize=True, deadline=None, database=None)
-CASES = sorted(path for path in Path(__file__).parents[1].rglob("*.json") if b"kvledger-trace/1" in path.read_bytes())
+CASES = sorted(
+    path
+    for path in Path(__file__).parents[1].rglob("*.json")
+    if b'"format": "kvledger-trace/1"' in path.read_bytes()[:40]
+)
 PINNED = {"worked-example", "device-hit-lock", "incident-2026-11-02"}
 
 EXAMPLE = """\
