@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, Protocol
 
-from kvledger.arithmetic import align_chunk_end, ceil_tokens, floor_tokens, whole_number
+from kvledger.arithmetic import align_chunk_end, ceil_tokens, floor_or_keep, floor_tokens, whole_number
 from kvledger.ledger import ComputeLedger, Due, MemoryLedger
 from kvledger.rules import AccountingRules, named_rules
 
@@ -175,7 +175,7 @@ class PrefillAdder:
             return req
         cut = tokens < left
         if cut:
-            tokens = align_chunk_end(req.prefix_tokens, tokens, self.grid_tokens)
+            tokens = self._resumed_cut_tokens(req.prefix_tokens, tokens)
         self._add(req, "resumed", req.prefix_tokens, tokens, final=not cut)
         self.chunked_req = req if cut else None
         return self.chunked_req
@@ -187,6 +187,13 @@ class PrefillAdder:
         prompt, cached, host = req.prompt_tokens, req.prefix_tokens, req.host_hit_tokens
         if not (type(prompt) is type(cached) is type(host) is int and 0 <= cached <= cached + host <= prompt):
             _check_sizes(req)
+
+    def _resumed_cut_tokens(self, start: int, tokens: int) -> int:
+        """Step 4 for the half-done request: down to the kernel's grid, and then the end to the checkpoint grid.
+
+        Neither brings it back to its start: it has to come to an end.
+        """
+        return align_chunk_end(start, floor_or_keep(tokens, self.rules.chunk_grid), self.grid_tokens)
 
     def _resumable_tokens(self, left: int) -> int | None:
         """How much of the `left` tokens may run now; None defers. What remains decides, until nothing does."""
@@ -205,8 +212,8 @@ class PrefillAdder:
 
     def _most_of_half_done(self) -> int | None:
         """What the compute budget leaves to the half-done request; None: no limit."""
-        limits = [limit for limit in (self.rem_chunk_tokens, self.chunked_req_limit) if limit is not None]
-        return min(limits, default=None)
+        limits = (self.rem_chunk_tokens, self.chunked_req_limit, self.rules.continuation_limit)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def _room_of_half_done(self) -> int:
         """What memory leaves to the half-done request, in whole tokens: rounded down."""
@@ -266,8 +273,8 @@ class PrefillAdder:
 
     def _truncated_tokens(self, req: PrefillRequest, rem_chunk_tokens: int) -> int | AddReqResult:
         tokens = floor_tokens(rem_chunk_tokens, self.page_size)
-        if self.rules.truncation_align is not None:
-            tokens = floor_tokens(tokens, self.rules.truncation_align)
+        if self.rules.cut_unit is not None:
+            tokens = floor_tokens(tokens, self.rules.cut_unit)
         if tokens <= 0 or self.chunked_req is not None:
             return AddReqResult.OTHER
         return align_chunk_end(req.prefix_tokens + req.host_hit_tokens, tokens, self.grid_tokens)

@@ -21,6 +21,11 @@ def floor_tokens(tokens: int, unit: int) -> int:
     return tokens // unit * unit
 
 
+def floor_or_keep(tokens: int, unit: int | None) -> int:
+    """`tokens` rounded down to a multiple of `unit`; as it was where there is no unit, or nothing would be left."""
+    return tokens if unit is None else floor_tokens(tokens, unit) or tokens
+
+
 def align_chunk_end(start: int, tokens: int, checkpoint_align: int) -> int:
     """Length in tokens of a non-final chunk [start, start + tokens) once its end is rounded down to the grid.
 

@@ -68,11 +68,25 @@ def on_grid(e: Evidence, decision: Decision) -> Finding | None:
     if decision.tail_tokens <= 0:
         return None
     grid_end = floor_tokens(decision.end, e.grid_tokens)
-    if decision.end == grid_end or grid_end <= decision.start:
+    if decision.end != grid_end and grid_end > decision.start:
+        return Finding(
+            decision.request,
+            f"chunk [{decision.start}, {decision.end}) ends off the grid of {e.grid_tokens}, {grid_end} was in reach",
+        )
+    return _on_chunk_grid(e, decision)
+
+
+def _on_chunk_grid(e: Evidence, decision: Decision) -> Finding | None:
+    """A cut is as long as whole cells of the kernel's grid are, or as far as the checkpoint grid let that come."""
+    cell = e.rules.chunk_grid
+    if cell is None or decision.tokens % cell == 0 or (decision.kind == "resumed" and decision.tokens < cell):
+        return None
+    whole_end = decision.start + ceil_tokens(decision.tokens, cell)
+    if floor_tokens(whole_end, e.grid_tokens) == decision.end:
         return None
     return Finding(
         decision.request,
-        f"chunk [{decision.start}, {decision.end}) ends off the grid of {e.grid_tokens}, {grid_end} was in reach",
+        f"chunk [{decision.start}, {decision.end}) of {decision.tokens} tokens is off the chunk grid of {cell}",
     )
 
 
@@ -135,6 +149,9 @@ def batch_in_budget(e: Evidence, decision: Decision) -> Finding | None:
         return None
     batch = any(d.joined for d in e.earlier)
     chunk_left, input_left = compute_left(e)
+    limit = e.rules.continuation_limit
+    if decision.kind == "resumed" and limit is not None and decision.tokens > limit:
+        return Finding(decision.request, f"went on for {decision.tokens} tokens, and a round's limit is {limit}")
     # a whole prompt must fit with its last page; a resumed chunk may end inside the page that the budget ends in
     tokens = ceil_tokens(decision.tokens, e.page_size) if decision.kind == "whole" else decision.tokens
     if chunk_left is not None and (tokens > chunk_left or (batch and chunk_left <= 0)):
@@ -156,7 +173,8 @@ def other_is_minimal(e: Evidence, decision: Decision) -> Finding | None:
         needed = any(d.joined for d in e.earlier) and input_left is not None and most_tokens >= input_left
     else:
         half_done = any(d.kind != "refused" and d.tail_tokens > 0 for d in e.earlier)
-        cut_tokens = floor_tokens(floor_tokens(chunk_left, e.page_size), e.rules.truncation_align or e.page_size)
+        unit = math.lcm(e.page_size, e.rules.truncation_align or 1, e.rules.chunk_grid or 1)
+        cut_tokens = floor_tokens(chunk_left, unit)
         needed = most_tokens > chunk_left and (half_done or cut_tokens <= 0)
     if needed:
         return None

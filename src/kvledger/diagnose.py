@@ -164,8 +164,9 @@ def _changes(rules: AccountingRules, node: NodeSettings) -> Iterator[tuple[str, 
         yield "checkpoint_align", "page_size"
     if rules.on_shortage == "force":
         yield "on_shortage", "defer"
-    if rules.truncation_align is not None:
-        yield "truncation_align", None
+    for name in ("truncation_align", "continuation_limit", "chunk_grid"):
+        if getattr(rules, name) is not None:
+            yield name, None
 
 
 def _verdict_under(history: History, rules: AccountingRules) -> Literal["ok", "harmless", "no"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -17,6 +18,9 @@ class AccountingRules:
     reserve_tail: a cut request's tail and first token go into `rem_total_token_offset` (the fix).
     spend_gap: a cut zeroes the chunk budget, so that nobody is admitted behind it (the other fix).
     truncation_align: a fresh cut's length is rounded down to this split size (deterministic inference).
+    continuation_limit: the half-done request runs no more than this in one round.
+    chunk_grid: a cut's length, fresh or resumed, is rounded down to this grid of a kernel, which counts from the
+        chunk's start; what is left of a half-done request's budget below one cell of it runs all the same.
     on_shortage: what happens to a half-done request when nothing remains: "force" its chunk, or "defer" it.
     decode_yields: decode leaves alone what a cut request was promised: running requests are sent back to the queue
         before they take a slot of a reserved tail, and what they may still grow does not shorten its chunk. Without
@@ -27,6 +31,8 @@ class AccountingRules:
     reserve_tail: bool = False
     spend_gap: bool = False
     truncation_align: int | None = None
+    continuation_limit: int | None = None
+    chunk_grid: int | None = None
     on_shortage: Literal["force", "defer"] = "force"
     decode_yields: bool = True
 
@@ -34,6 +40,18 @@ class AccountingRules:
     def tail_first(self) -> bool:
         """A reserved tail comes before decode."""
         return self.reserve_tail and self.decode_yields
+
+    @property
+    def cut_unit(self) -> int | None:
+        """What a fresh cut's length is a multiple of, in tokens, before its end is aligned; None: of anything."""
+        units = [unit for unit in (self.truncation_align, self.chunk_grid) if unit is not None]
+        return math.lcm(*units) if units else None
+
+    @property
+    def uses_up_budget(self) -> bool:
+        """A cut leaves less than a page of the chunk budget, so that nobody is admitted behind it."""
+        shortened = self.cut_unit is not None or self.continuation_limit is not None
+        return self.spend_gap or (self.checkpoint_align == "page_size" and not shortened)
 
     def grid_tokens(self, *, page_size: int, node_align: int) -> int:
         """The checkpoint grid in tokens on a node with this page size and grid."""

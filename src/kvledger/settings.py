@@ -80,7 +80,7 @@ class NodeSettings:
         if self.mode == "prefill" or chunk is None or ceil_tokens(tokens, self.page_size) <= chunk:
             return True
         most = floor_tokens(chunk, self.page_size)
-        return floor_tokens(most, rules.truncation_align or self.page_size) > 0
+        return floor_tokens(most, rules.cut_unit or self.page_size) > 0
 
     @property
     def sound_presets(self) -> frozenset[str]:

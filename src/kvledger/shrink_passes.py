@@ -46,7 +46,7 @@ LIMITS = tuple(
     name for name in NODE_SIZES if name not in ("page_size", "checkpoint_align", "pool_tokens", "host_tokens")
 )
 """Settings of which None means: no limit."""
-RULE_SIZES = ("checkpoint_align", "truncation_align")
+RULE_SIZES = ("checkpoint_align", "truncation_align", "continuation_limit", "chunk_grid")
 FEW = 12
 """Of up to so many events or sizes, pairs and triples are tried too."""
 
@@ -244,8 +244,7 @@ def simpler_rules(trace: Trace) -> Iterator[Trace]:
 
 def _tail_is_safe(rules: AccountingRules) -> bool:
     """What a cut leaves over is reserved, or nobody is admitted behind a cut."""
-    uncut_budget = rules.checkpoint_align == "page_size" and rules.truncation_align is None
-    return rules.reserve_tail or rules.spend_gap or uncut_budget
+    return rules.reserve_tail or rules.uses_up_budget
 
 
 def fewer_events(trace: Trace) -> Iterator[Trace]:

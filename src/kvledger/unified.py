@@ -69,7 +69,7 @@ class UnifiedNode(PrefillNode):
     def _uncut(self) -> str:
         return (
             f"tokens are more than the chunk of {self.settings.chunked_prefill_size}, and a cut is a multiple of "
-            f"{self.rules.truncation_align}"
+            f"{self.rules.cut_unit}"
         )
 
     def finish(self, rid: str) -> None:

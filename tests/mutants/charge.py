@@ -114,7 +114,7 @@ class PageForgottenInCharge(PrefillAdder):
         _charge(self, req, ceil_tokens(tokens, self.page_size), 0, final=final)
 
 
-@mutant("ledger-exact", report="#5081")
+@mutant("ledger-exact", report="#5081, #7353, #7397")
 class ChunkChargedRawWithoutPage(PrefillAdder):
     """A chunk is charged in tokens and nothing for rounding: on large pages each admission leaves a hole.
 

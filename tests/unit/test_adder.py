@@ -662,6 +662,65 @@ def test_a_resumed_chunk_knows_no_split_size() -> None:
     assert chunks(adder) == [("A", "resumed", 512, 512 + 704)]
 
 
+# --- further causes of a residue
+
+
+def test_the_half_done_request_runs_no_more_than_its_limit() -> None:
+    adder = bench(rules=AccountingRules(checkpoint_align="page_size", continuation_limit=128)).adder
+    assert adder.add_chunked_req(Req("A", 5000, prefix_tokens=512)) is not None
+    assert chunks(adder) == [("A", "resumed", 512, 640)]
+    assert adder.rem_chunk_tokens == 704 - 128, "the residue that somebody else may use"
+
+
+def test_a_limit_is_for_the_half_done_request_alone() -> None:
+    adder = bench(rules=AccountingRules(checkpoint_align="page_size", continuation_limit=128)).adder
+    adder.add_one_req(Req("A", 5000))
+    assert chunks(adder) == [("A", "truncated", 0, 704)]
+
+
+def test_a_limit_that_is_not_reached_cuts_nobody() -> None:
+    adder = bench(rules=AccountingRules(continuation_limit=128)).adder
+    assert adder.add_chunked_req(Req("A", 640, prefix_tokens=512)) is None
+    assert chunks(adder) == [("A", "resumed", 512, 640)]
+
+
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [
+        pytest.param(0, 640, id="fresh"),
+        pytest.param(64, 704, id="resumed: counted from its start, not from the prompt's"),
+        pytest.param(512, 1152, id="resumed on the grid"),
+    ],
+)
+def test_a_cut_is_as_long_as_whole_cells_of_the_chunk_grid(start: int, end: int) -> None:
+    adder = bench(rules=AccountingRules(checkpoint_align="page_size", chunk_grid=320)).adder
+    if start:
+        adder.add_chunked_req(Req("A", 5000, prefix_tokens=start))
+    else:
+        adder.add_one_req(Req("A", 5000))
+    assert [chunk[2:] for chunk in chunks(adder)] == [(start, end)]
+    assert adder.rem_chunk_tokens == 704 - 640
+
+
+def test_the_chunk_grid_brings_no_half_done_request_back_to_its_start() -> None:
+    adder = bench(rules=AccountingRules(checkpoint_align="page_size", chunk_grid=768)).adder
+    adder.add_chunked_req(Req("A", 5000, prefix_tokens=512))
+    assert chunks(adder) == [("A", "resumed", 512, 512 + 704)]
+
+
+def test_a_budget_below_a_cell_of_the_chunk_grid_truncates_nobody() -> None:
+    on = bench(chunk=704, rules=AccountingRules(chunk_grid=768))
+    assert_refused(on, Req("A", 5000), OTHER)
+    on.adder.add_one_req(Req("B", 704))
+    assert chunks(on.adder) == [("B", "whole", 0, 704)], "no grid for what runs to its end"
+
+
+def test_the_checkpoint_grid_has_the_last_word() -> None:
+    adder = bench(rules=AccountingRules(chunk_grid=320)).adder
+    adder.add_one_req(Req("A", 5000))
+    assert chunks(adder) == [("A", "truncated", 0, 512)]
+
+
 # --- step 7
 
 

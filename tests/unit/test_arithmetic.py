@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvledger.arithmetic import align_chunk_end, ceil_pages, ceil_tokens, floor_tokens, whole_number
+from kvledger.arithmetic import align_chunk_end, ceil_pages, ceil_tokens, floor_or_keep, floor_tokens, whole_number
 from tests.unit.builders import REPEATABLE, refusal
 
 SIZES = st.integers(0, 10**9)
@@ -98,3 +98,10 @@ def test_a_whole_number_is_taken_as_it_came(value: int) -> None:
 )
 def test_what_is_no_whole_number_is_refused_in_a_line(value: object, of: object, message: str) -> None:
     assert refusal(lambda: whole_number("size", value, 1, of=of)) == message
+
+
+@pytest.mark.parametrize(
+    ("tokens", "unit", "left"), [(704, 320, 640), (640, 320, 640), (319, 320, 319), (704, None, 704), (0, 320, 0)]
+)
+def test_floor_or_keep_never_rounds_to_nothing(tokens: int, unit: int | None, left: int) -> None:
+    assert floor_or_keep(tokens, unit) == left

@@ -254,6 +254,21 @@ def test_two_switches_where_one_is_not_enough(monkeypatch: pytest.MonkeyPatch) -
     assert diagnosis.avoided_by == (("checkpoint_align", "page_size"), ("truncation_align", None))
 
 
+@pytest.mark.parametrize("cause", ["truncation_align", "continuation_limit", "chunk_grid"])
+def test_where_nothing_else_is_switched_the_cause_of_the_residue_is_to_go(cause: str) -> None:
+    def forcing(settings: NodeSettings, rules: AccountingRules, watcher: Watcher) -> PrefillNode:
+        fixed = replace(rules, reserve_tail=False, spend_gap=False, on_shortage="force")
+        return PrefillNode(settings, fixed, watcher)
+
+    switch: dict[str, Any] = {cause: 5}
+    rules = AccountingRules(checkpoint_align="page_size", **switch)
+    settings = node_settings(page_size=1, checkpoint_align=1, chunked_prefill_size=9, pool_tokens=13)
+    if cause == "continuation_limit":
+        settings = replace(settings, chunked_prefill_size=10, pool_tokens=29)
+    events = (submit("A", settings.pool_tokens - 3), submit("B", 4), Drain())
+    assert diagnose(trace_of(settings, *events, rules=rules), target=forcing).avoided_by == ((cause, None),)
+
+
 def test_a_change_may_leave_stuck_what_outsiders_hold_up() -> None:
     """C never fits beside the lock. With the tail reserved nothing that was admitted goes short, and that is enough."""
     settings = node_settings(chunked_prefill_size=4288, pool_tokens=8128 + 64)

@@ -86,6 +86,8 @@ REFUSED = replace(
     cur_rem_tokens=384,
     rem_total_tokens=384,
 )
+CELLS = AccountingRules(checkpoint_align="page_size", chunk_grid=192)
+LIMITED = AccountingRules(continuation_limit=256)
 # 318 tokens are the most that CALM's free pages let in.
 ADMITTED = replace(WHOLE, request="E", prompt_tokens=318, end=318)
 SMALL = replace(ADMITTED, prompt_tokens=190, end=190)
@@ -323,6 +325,14 @@ CASES = [
         "165 tokens .* 128",
     ),
     Case("other-is-minimal", "an admission is no refusal", evidence(), (WHOLE,), HEALTHY),
+    Case(
+        "other-is-minimal",
+        "no cell fits the budget",
+        evidence(rules=AccountingRules(chunk_grid=576)),
+        (OTHER,),
+        HEALTHY,
+    ),
+    Case("other-is-minimal", "one cell fits", evidence(rules=CELLS), (OTHER,), "E", "512 of the chunk"),
     Case("other-is-minimal", "a NO_TOKEN is not asked", evidence(), (REFUSED,), HEALTHY),
     Case(
         "other-is-minimal",
@@ -400,6 +410,16 @@ CASES = [
         evidence(settings=node_settings(chunked_prefill_size=None, max_prefill_tokens=64)),
         (WHOLE,),
         HEALTHY,
+    ),
+    Case("batch-in-budget", "all that its limit allows", evidence(rules=LIMITED), (resumed(),), HEALTHY),
+    Case("batch-in-budget", "a limit is no newcomer's", evidence(rules=LIMITED), (replace(CUT, end=512),), HEALTHY),
+    Case(
+        "batch-in-budget",
+        "beyond its limit",
+        evidence(rules=LIMITED),
+        (replace(resumed(), end=576),),
+        "A",
+        "320 tokens.* 256",
     ),
     Case("batch-in-budget", "a refusal spends nothing", evidence(earlier=[CUT, CUT]), (REFUSED,), HEALTHY),
     Case("batch-in-budget", "more than the budget", evidence(), (replace(CUT, end=576),), "D", "576 tokens .* 512"),
@@ -523,6 +543,20 @@ CASES = [
         HEALTHY,
     ),
     Case("on-grid", "past a grid point", evidence(), (replace(CUT, end=320),), "D", "320.* 256"),
+    Case("on-grid", "whole cells", evidence(rules=CELLS), (replace(CUT, end=384),), HEALTHY),
+    Case("on-grid", "from its start on", evidence(rules=CELLS), (replace(resumed(), start=64, end=448),), HEALTHY),
+    Case("on-grid", "less than a cell was left", evidence(rules=CELLS), (replace(resumed(), end=384),), HEALTHY),
+    Case("on-grid", "a last chunk has no cells", evidence(rules=CELLS), (WHOLE,), HEALTHY),
+    Case(
+        "on-grid",
+        "two cells, back to the checkpoint grid",
+        evidence(rules=AccountingRules(chunk_grid=192)),
+        (CUT,),
+        HEALTHY,
+    ),
+    Case("on-grid", "a cell and a bit", evidence(rules=CELLS), (CUT,), "D", "256 tokens .* 192"),
+    Case("on-grid", "resumed for more", evidence(rules=CELLS), (resumed(),), "A", "256 tokens .* 192"),
+    Case("on-grid", "fresh below a cell", evidence(rules=CELLS), (replace(CUT, end=128),), "D", "128 tokens .* 192"),
     Case("on-grid", "past a later one", evidence(), (replace(CUT, start=256, end=576),), "D", "576.* 512"),
     Case("admitted-finishes", "a new request", evidence(), (RECORD,), HEALTHY),
     Case(

@@ -7,7 +7,14 @@ import pytest
 
 from kvledger.rules import PRESETS, SOUND_BESIDE_DECODE, SOUND_PRESETS, AccountingRules
 
-OFF = {"spend_gap": False, "truncation_align": None, "on_shortage": "force", "decode_yields": True}
+OFF = {
+    "spend_gap": False,
+    "truncation_align": None,
+    "continuation_limit": None,
+    "chunk_grid": None,
+    "on_shortage": "force",
+    "decode_yields": True,
+}
 
 
 def test_the_presets_are_the_three_of_the_post_mortem() -> None:
@@ -46,3 +53,22 @@ def test_decode_yields_only_to_a_tail_that_is_reserved(reserve_tail: int, decode
 
 def test_what_is_sound_beside_decode_puts_the_tail_first() -> None:
     assert {name for name in SOUND_PRESETS if PRESETS[name].tail_first} == SOUND_BESIDE_DECODE == {"tail-reserved"}
+
+
+@pytest.mark.parametrize(
+    ("truncation_align", "chunk_grid", "unit"), [(None, None, None), (128, None, 128), (None, 64, 64), (128, 192, 384)]
+)
+def test_a_fresh_cut_keeps_to_the_split_size_and_the_chunk_grid(
+    truncation_align: int | None, chunk_grid: int | None, unit: int | None
+) -> None:
+    assert AccountingRules(truncation_align=truncation_align, chunk_grid=chunk_grid).cut_unit == unit
+
+
+def test_what_leaves_chunk_budget_behind_a_cut() -> None:
+    upstream = PRESETS["upstream"]
+    assert upstream.uses_up_budget
+    assert not PRESETS["aligned"].uses_up_budget
+    for cause in ("truncation_align", "continuation_limit", "chunk_grid"):
+        switched = AccountingRules(checkpoint_align="page_size", **{cause: 64})  # type: ignore[arg-type]
+        assert not switched.uses_up_budget, cause
+    assert AccountingRules(spend_gap=True, chunk_grid=64).uses_up_budget

@@ -32,6 +32,7 @@ from kvledger.request import Output, Prompt
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.settings import NodeSettings
 from kvledger.trace import (
+    FIRST_SWITCHES,
     MAX_FILE_BYTES,
     Trace,
     TraceError,
@@ -44,7 +45,11 @@ from kvledger.trace import (
 )
 
 REPEATABLE = settings(derandomize=True, deadline=None, database=None)
-CASES = sorted(path for path in Path(__file__).parents[1].rglob("*.json") if b"kvledger-trace/1" in path.read_bytes())
+CASES = sorted(
+    path
+    for path in Path(__file__).parents[1].rglob("*.json")
+    if b'"format": "kvledger-trace/1"' in path.read_bytes()[:40]
+)
 PINNED = {"worked-example", "device-hit-lock", "incident-2026-11-02"}
 
 EXAMPLE = """\
@@ -99,6 +104,8 @@ SWITCHES = {
     "reserve_tail": True,
     "spend_gap": True,
     "truncation_align": 64,
+    "continuation_limit": 128,
+    "chunk_grid": 192,
     "on_shortage": "defer",
 }
 
@@ -200,6 +207,8 @@ def switches(page_size: int) -> st.SearchStrategy[AccountingRules]:
         reserve_tail=st.booleans(),
         spend_gap=st.booleans(),
         truncation_align=st.none() | pages,
+        continuation_limit=st.none() | pages,
+        chunk_grid=st.none() | pages,
         on_shortage=st.sampled_from(["force", "defer"]),
     )
 
@@ -360,6 +369,11 @@ MALFORMED: list[tuple[object, str]] = [
     (
         changed("rules", to={"checkpoint_align": 96}),
         "rules.checkpoint_align: 96 is not a multiple of page_size 64",
+    ),
+    (changed("rules", to={"continuation_limit": 0}), "rules.continuation_limit: 0 is below the minimum 1"),
+    (
+        changed("rules", to={**SWITCHES, "chunk_grid": 32}),
+        "rules.chunk_grid: 32 is not a multiple of page_size 64",
     ),
     (changed("rules", to={"truncation_align": 0}), "rules.truncation_align: 0 is below the minimum 1"),
     (
@@ -878,3 +892,11 @@ def test_a_stages_share_of_the_request_slots_is_rounded_down_but_at_least_one(sl
 )
 def test_a_setting_that_would_say_nothing_is_refused(document, message):
     assert says(refusal(document), message)
+
+
+def test_a_trace_older_than_a_switch_keeps_its_text() -> None:
+    plain = EXAMPLE_TRACE.with_rules(AccountingRules(reserve_tail=True))
+    assert set(to_document(plain)["rules"]) == FIRST_SWITCHES
+    limited = plain.with_rules(AccountingRules(continuation_limit=64))
+    assert set(to_document(limited)["rules"]) == FIRST_SWITCHES | {"continuation_limit"}
+    assert parse(to_document(limited), "t.json") == limited

@@ -110,8 +110,12 @@ def _settings(recording: Recording, about: About | None) -> Iterator[str]:
     grid_tokens = rules.grid_tokens(page_size=node.page_size, node_align=node.checkpoint_align)
     if grid_tokens != node.page_size:
         sizes.append(("grid for the ends of chunks", grid_tokens))
-    if rules.truncation_align is not None:
-        sizes.append(("truncation alignment", rules.truncation_align))
+    shorter = {
+        "truncation alignment": rules.truncation_align,
+        "continuation limit": rules.continuation_limit,
+        "chunk grid": rules.chunk_grid,
+    }
+    sizes += [(name, size) for name, size in shorter.items() if size is not None]
     words = [f"{name} {size}" for name, size in sizes]
     words += [f"schedule policy {node.schedule_policy}"] * (node.schedule_policy != "fcfs")
     words += ["mixed chunks"] * node.mixed_chunk

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from kvledger.arithmetic import align_chunk_end, ceil_tokens
+from kvledger.arithmetic import align_chunk_end, ceil_tokens, floor_or_keep
 from kvledger.events import (
     Abort,
     Cached,
@@ -176,12 +176,15 @@ class World:
         """Chunk budget that the next round will have left once those before have run, cut where the grid cuts them."""
         snapshot = self.replay.target.snapshot()
         page_size, grid_tokens = self.settings.page_size, self.grid_tokens
-        budget = self.budget_tokens()
+        rules, budget = self.replay.rules, self.budget_tokens()
         for start, end in self._work(snapshot):
             if budget < page_size:
                 break
             tokens = min(end - start, budget // page_size * page_size)
+            if start and rules.continuation_limit is not None:
+                tokens = min(tokens, rules.continuation_limit)
             if start + tokens < end:
+                tokens = floor_or_keep(tokens, rules.chunk_grid)
                 return budget - ceil_tokens(align_chunk_end(start, tokens, grid_tokens), page_size)
             budget -= ceil_tokens(tokens, page_size)
         return budget

@@ -47,6 +47,8 @@ def run(target: TargetFactory, *events: Event, rules: AccountingRules = UPSTREAM
         ({}, AccountingRules(checkpoint_align=32), "rules.checkpoint_align"),
         ({}, replace(UPSTREAM, spend_gap=True), "rules.spend_gap"),
         ({}, replace(UPSTREAM, on_shortage="defer"), "rules.on_shortage"),
+        ({}, replace(UPSTREAM, continuation_limit=64), "rules.continuation_limit"),
+        ({}, replace(UPSTREAM, chunk_grid=64), "rules.chunk_grid"),
         ({}, replace(UPSTREAM, truncation_align=128), "node.chunked_prefill_size"),
         ({"chunked_prefill_size": 72}, UPSTREAM, "node.chunked_prefill_size"),
         ({"state_slots": 4}, UPSTREAM, "node.state_slots"),

@@ -270,6 +270,10 @@ def check_expressible(settings: NodeSettings, rules: AccountingRules) -> None:
         )
     if rules.spend_gap:
         raise UnmodelledError("rules.spend_gap", "sglang keeps what a cut leaves of the chunk budget")
+    if rules.continuation_limit is not None:
+        raise UnmodelledError("rules.continuation_limit", "sglang has such a limit from its schedule policy alone")
+    if rules.chunk_grid is not None:
+        raise UnmodelledError("rules.chunk_grid", "sglang's mamba_chunk_grid needs context parallelism")
     if rules.on_shortage != "force":
         raise UnmodelledError("rules.on_shortage", '"defer" is not modelled: sglang forces the chunk')
     if settings.schedule_policy not in {"fcfs", *ENGINE.features}:

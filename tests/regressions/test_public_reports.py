@@ -1,0 +1,133 @@
+"""Every public report that the model can express comes out as its case says, with its fault and without."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvledger.trace import TraceError, dumps
+from tests.mutants.reports import REPORTS, restated
+from tests.regressions import public_case, public_reports
+from tests.regressions.public_case import FOLDER, Case, CaseError, all_cases, load_case, with_of, without_of
+
+CASES = all_cases()
+TOLD = [pytest.param(case, id=case.name) for case in CASES if case.trace is not None]
+SWITCHED = next(case for case in CASES if case.trace is not None and case.mutant is None)
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_without_its_fault(case: Case) -> None:
+    outcome = case.run_without()
+    assert without_of(outcome) == case.without_fault, outcome.document()["broken"]
+    assert outcome.verdict == "ok"
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_with_its_fault(case: Case) -> None:
+    outcome = case.run_with()
+    assert with_of(outcome) == case.with_fault, outcome.document()["broken"]
+
+
+@pytest.mark.parametrize("case", [each for each in TOLD if each.values[0].mutant is not None])  # type: ignore[union-attr]
+def test_it_is_the_mutant_and_not_the_rules(case: Case) -> None:
+    """A mutant that restates a report says so, and breaks something that the trace's rules do not break alone."""
+    assert case.mutant is not None and case.trace is not None
+    assert set(case.report.split(", ")) <= set(restated(case.mutant))
+    plain = Case(case.name, case.report, case.what, trace=case.trace).run_with()
+    assert with_of(plain) != case.with_fault
+
+
+def test_every_report_has_a_case() -> None:
+    reports = [report for case in CASES for report in case.report.split(", ")]
+    assert sorted(reports) == sorted(REPORTS)
+
+
+def test_the_paper_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    assert public_reports.main([]) == 0, "python -m tests.regressions.public_reports --write"
+    assert public_reports.table(CASES) in public_reports.PAPER.read_text("utf-8")
+
+
+def test_the_paper_is_not_up_to_date_without_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paper = tmp_path / "paper.md"
+    paper.write_text(public_reports.PAPER.read_text("utf-8").replace("#5081", "#5082"), "utf-8")
+    monkeypatch.setattr(public_reports, "PAPER", paper)
+    assert public_reports.main([]) == 1
+    assert public_reports.main(["--write"]) == 0
+    assert public_reports.main([]) == 0
+
+
+def _document(name: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
+    return document
+
+
+def _written(tmp_path: Path, document: dict[str, Any]) -> Path:
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(document), "utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"format": "kvledger-case/2"}, "x.json: format: "),
+        ({"whatever": 1}, "x.json: "),
+        ({"with": {"verdict": "oom", "broken": []}}, "x.json: with.broken: "),
+        ({"with": {"mutant": "none", "verdict": "oom", "broken": ["order"]}}, "x.json: with.mutant: no mutant"),
+        ({"why_not": "it can"}, "x.json: why_not: there is a trace"),
+        (
+            {"without": {"rules": "aligned", "verdict": "ok"}, "trace": "aligned"},
+            "x.json: without.rules: the trace has",
+        ),
+    ],
+)
+def test_a_case_that_is_none(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    document = _document(SWITCHED.name)
+    if "trace" in change:
+        change = {**change, "trace": {**document["trace"], "rules": change["trace"]}}
+    with pytest.raises(CaseError) as caught:
+        load_case(_written(tmp_path, {**document, **change}))
+    assert str(caught.value).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("place", "rules", "says"),
+    [
+        ("trace", "fixed", "x.json: rules: "),
+        ("without", "fixed", "x.json: rules: "),
+        ("without", {"x": 1}, "x.json: rules"),
+    ],
+)
+def test_a_case_whose_trace_is_none(place: str, rules: Any, says: str, tmp_path: Path) -> None:
+    document = _document(SWITCHED.name)
+    document[place]["rules"] = rules
+    with pytest.raises(TraceError) as caught:
+        load_case(_written(tmp_path, document))
+    assert str(caught.value).startswith(says)
+
+
+@pytest.mark.parametrize("name", ["36344", "5081"])
+def test_a_draft_is_a_case_as_it_comes_out(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = load_case(FOLDER / f"{name}.json")
+    assert public_reports.main(["--trace", name]) == 0
+    text = capsys.readouterr().out
+    assert kept.trace is not None and text == dumps(kept.trace)
+    (tmp_path / "trace.json").write_text(text, "utf-8")
+    mutant = [] if kept.mutant is None else ["--mutant", kept.mutant.name]
+    assert public_reports.main(["--draft", str(tmp_path / "trace.json"), *mutant]) == 0
+    drafted = _document(name) | dict.fromkeys(("report", "what", "figures"), public_reports.TO_SAY)
+    assert json.loads(capsys.readouterr().out) == drafted
+
+
+def test_a_draft_of_no_trace_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert public_reports.main(["--draft", str(tmp_path / "none.json")]) == 2
+    assert "none.json" in capsys.readouterr().err
+
+
+def test_a_report_that_is_not_expressed_says_why() -> None:
+    silent = [case for case in CASES if case.trace is None]
+    assert all(case.why_not for case in silent)
+    assert public_case.SOUND == "tail-reserved"
