@@ -144,11 +144,18 @@ def decode_tokens(e: Evidence, snapshot: Snapshot, *, only: str | None = None) -
 
 
 def gate_tokens(e: Evidence, decision: Decision) -> tuple[int, Tokens]:
-    """What the gate asks for a candidate, and what remains for it, both counted from the batch and the pages."""
+    """What the gate asks for a candidate, and what remains for it, both counted from the batch and the pages; on a
+    pipeline, of the rank on which it is nearest to a refusal."""
     owed = sum(sum(owed_tokens(e, d)) for d in e.earlier) + sum(decode_tokens(e, e.before))
-    left = counted_pages(e, e.before) * e.page_size - decision.newly_locked_tokens - owed
-    need = decision.prompt_tokens - decision.prefix_tokens + output_tokens(e, decision.request) + e.page_size
-    return need, left
+    hits = ((decision.prefix_tokens, decision.newly_locked_tokens), *decision.rank_hits)
+    asked = [
+        (
+            decision.prompt_tokens - prefix_tokens + output_tokens(e, decision.request) + e.page_size,
+            rank.baseline_pages * e.page_size - newly_locked_tokens - owed,
+        )
+        for (prefix_tokens, newly_locked_tokens), rank in zip(hits, (e.before, *e.before.ranks), strict=False)
+    ]
+    return max(asked, key=lambda need_and_left: need_and_left[0] - need_and_left[1])
 
 
 def is_simulated(e: Evidence, decision: Decision) -> bool:

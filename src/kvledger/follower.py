@@ -46,11 +46,12 @@ class ReplayBooks(PrefillAdder):
         self._reserve(request, request.prompt_tokens - request.prefix_tokens)
 
 
-class _Sizes:
-    """A tree without its hooks: for books on a request that is locked and loaded already."""
+class _Locked:
+    """A tree whose lock hooks are left out: for books on a request that is locked already."""
 
     def __init__(self, tree: PrefixTree) -> None:
         self.evictable_size = tree.evictable_size
+        self.init_load_back = tree.init_load_back
 
 
 def cut_hit(request: Request, tokens: int, page_size: int) -> None:
@@ -63,7 +64,7 @@ def cut_hit(request: Request, tokens: int, page_size: int) -> None:
 
 
 class ReplayingRank(PrefillNode):
-    """Rank `rank` of a pipeline. `agreed`: a candidate's hit is found, locked and loaded before it is told of it."""
+    """Rank `rank` of a pipeline. `agreed`: a candidate's hit is found and locked before it is told of it."""
 
     def __init__(self, settings: NodeSettings, rules: AccountingRules, rank: int) -> None:
         super().__init__(settings, rules)
@@ -76,7 +77,7 @@ class ReplayingRank(PrefillNode):
     def _own_books(self) -> ReplayBooks:
         return ReplayBooks(
             self.page_size,
-            _Sizes(self.tree) if self.agreed else self.tree,
+            _Locked(self.tree) if self.agreed else self.tree,
             self.pool,
             rem_input_tokens=self.settings.max_prefill_tokens,
             rem_chunk_tokens=self.settings.chunked_prefill_size,
@@ -137,19 +138,16 @@ class ReplayingRank(PrefillNode):
     def _take_in(self, request: Request) -> bool:
         if not self.agreed:
             self.tree.inc_lock_ref(request)
-            self.tree.init_load_back(request)
+        self.tree.init_load_back(request)
         return True
 
     def _asks_for(self, request: Request) -> bool:
-        """The gate of its own books. What a load-back took is no part of the baseline any more, nor of the need."""
-        if self.agreed:
-            request.prefix_tokens += request.host_hit_tokens
-            request.host_hit_tokens = 0
+        """The gate of its own books, which load back as they admit."""
         batch = len(self.books.can_run_list)
         answer = self.books.add_one_req(request)
         joined = len(self.books.can_run_list) > batch
         if not joined and self.agreed:
-            self.tree.unlock(request.device_hit + request.host_hit)
+            self.tree.dec_lock_ref(request)
         assert joined or answer is not AddReqResult.CONTINUE, f"{request.rid} neither joined nor was refused"
         return joined
 

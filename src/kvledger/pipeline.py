@@ -3,14 +3,15 @@
 Why no rank fails where rank 0 counts with the least of all ranks (`rank_view: least`, tails reserved). All ranks run
 the same chunks, so that a request still needs the same pages on each of them: ceil(prompt) less what its table holds.
 Only the baseline B differs. Claim: after each decision B >= those needs, summed, on every rank. (1) A candidate's hit
-is agreed on, and locked on every rank before the gate is asked, so that no load-back in between can evict it. The gate
-takes the smallest B and the shortest device hit d: where it passes, prompt - d + slack < B - offset holds on each rank
-with its own, larger, B and d, and there the single node's argument goes through. (2) A load-back takes h slots of B and
-h of the need; eviction for it, or for a chunk, moves slots from evictable to free and leaves B; a page that turns out
-to be cached already gives its copy back, and B is no smaller. (3) A transfer or an abort that comes late, a prefix that
-somebody locks, a hold: all are in that rank's B, which is read afresh at each decision, and none of them takes slots
-that were promised, but for an outsider's hold or lock. (4) Who has ended on rank 0 ends on the others no later than the
-next plan, so that nobody runs what another rank has given up.
+is agreed on (the least of all ranks, on the grid) and locked on every rank before the gate is asked, so that no
+load-back in between can evict it. The gate passes if prompt - d + slack < B - offset on every rank, with the d that
+is on that rank's device, and there the single node's argument goes through. (The smallest B beside the smallest d
+would be safe as well and starve: they may be of different ranks.) (2) A load-back takes h slots of B and h of the
+need. Evicting for it, or for a chunk, moves slots from evictable to free and leaves B; a page that turns out to be
+cached already gives its copy back, and B is no smaller. (3) A transfer or an abort that comes late, a prefix that
+somebody locks, a hold: all are in that rank's B, which is read afresh at each decision, and none takes slots that were
+promised, but for an outsider's hold or lock. (4) Who has ended on rank 0 ends on the others with the head of the next
+plan, before anything is decided, so that nobody runs what another rank has given up.
 """
 
 from __future__ import annotations
@@ -43,16 +44,25 @@ class OutOfPagesOnRank(OutOfPages):
 
 
 class LeastMemory:
-    """Every rank's cache and pool as one: sizes are those of the rank with the smallest baseline, hooks reach all."""
+    """Every rank's cache and pool as one: the sizes of the rank that has the least left, hooks that lock on all.
+
+    Load-backs differ from rank to rank. Rank 0's own is the adder's; by how much another's is larger is owed there from
+    the lock on, until that rank has taken the request in.
+    """
 
     def __init__(self, pipeline: PipelineNode) -> None:
         self._pipeline = pipeline
+        self._owed_tokens: dict[int, int] = {}
 
     def _tightest(self) -> PrefillNode:
-        return min(self._pipeline.ranks(), key=baseline_tokens)
+        return min(self._pipeline.ranks(), key=lambda node: baseline_tokens(node) - self._owed(node))
+
+    def _owed(self, node: PrefillNode) -> int:
+        return self._owed_tokens.get(node.rank, 0)
 
     def available_size(self) -> int:
-        return self._tightest().pool.available_size()
+        node = self._tightest()
+        return node.pool.available_size() - self._owed(node)
 
     def evictable_size(self) -> int:
         return self._tightest().tree.evictable_size()
@@ -60,16 +70,22 @@ class LeastMemory:
     def inc_lock_ref(self, req: Request) -> None:
         for node, own in self._pipeline.copies(req):
             node.tree.inc_lock_ref(own)
+            self._owed_tokens[node.rank] = own.host_hit_tokens - req.host_hit_tokens
 
     def dec_lock_ref(self, req: Request) -> None:
         for node, own in self._pipeline.copies(req):
             node.tree.dec_lock_ref(own)
+        self.settle()
 
     def init_load_back(self, req: Request) -> None:
+        """Rank 0's. The others hear of the admission next, and load theirs."""
+        self._pipeline.tree.init_load_back(req)
         for node, own in self._pipeline.copies(req):
-            self._pipeline.at = node.rank
-            node.tree.init_load_back(own)
-        self._pipeline.at = 0
+            self._owed_tokens[node.rank] = 0 if node is self._pipeline else own.host_hit_tokens
+
+    def settle(self) -> None:
+        """Nothing is owed any more: it is loaded on every rank, or refused."""
+        self._owed_tokens.clear()
 
 
 def baseline_tokens(node: PrefillNode) -> int:
@@ -95,6 +111,8 @@ class PipelineNode(PrefillNode):
         )
         self.counts_least = rules.rank_view == "least"
         self.at = 0
+        self._least = LeastMemory(self)
+        self._rank_hits: tuple[tuple[int, int], ...] = ()
         self._ended: list[str] = []
         self._admitted: dict[str, None] = {}
 
@@ -178,31 +196,28 @@ class PipelineNode(PrefillNode):
     def _memory_in_view(self) -> tuple[Any, Any]:
         if not self.counts_least:
             return super()._memory_in_view()
-        all_ranks = LeastMemory(self)
-        return all_ranks, all_ranks
+        return self._least, self._least
 
     def _match(self, request: Request) -> None:
-        """The agreed hit is the least of all ranks; the books count with the least part of it on the device."""
+        """The agreed hit is the least of all ranks, wherever it is on each."""
         super()._match(request)
         if not self.counts_least:
             return
         found_tokens = [request.prefix_tokens + request.host_hit_tokens]
         found_tokens += [other.match(request.rid) for other in self.others if request.rid in other.waiting]
-        agreed_tokens = min(found_tokens)
         for node, own in self.copies(request):
-            cut_hit(own, agreed_tokens, node.page_size)
-        request.prefix_tokens = min(own.prefix_tokens for _, own in self.copies(request))
-        request.host_hit_tokens = agreed_tokens - request.prefix_tokens
+            cut_hit(own, min(found_tokens), node.page_size)
 
     def _newly_locked_pages(self, request: Request) -> int:
-        if not self.counts_least:
-            return super()._newly_locked_pages(request)
-        before = min(baseline_tokens(node) for node in self.ranks())
-        after = min(
-            baseline_tokens(node) - node.page_size * sum(1 for cached in own.device_hit if not cached.lock_refs)
-            for node, own in self.copies(request)
-        )
-        return (before - after) // self.page_size
+        """Rank 0's; what it is on the others is kept for the record."""
+        self._rank_hits = ()
+        if self.counts_least:
+            self._rank_hits = tuple(
+                (own.prefix_tokens, node.page_size * sum(1 for cached in own.device_hit if not cached.lock_refs))
+                for node, own in self.copies(request)
+                if node is not self
+            )
+        return super()._newly_locked_pages(request)
 
     def _has_request_slot(self) -> bool:
         """A stage on which a transfer is late has its slot taken still."""
@@ -220,6 +235,9 @@ class PipelineNode(PrefillNode):
                 self.at = other.rank
                 other.replay(entry)
             self.at = 0
+            self._least.settle()
+        if decision.kind not in ("resumed", "deferred"):
+            decision = replace(decision, rank_hits=self._rank_hits)
         super()._decided(decisions, decision)
 
     def _allocate_batch(self, adder: PrefillAdder) -> PrefillOutOfMemory | None:

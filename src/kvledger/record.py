@@ -22,6 +22,7 @@ class Decision:
     [start, end) is the chunk (empty for a refusal); `prefix_tokens` the device hit, of which `newly_locked_tokens`
     were evictable until this request's lock; `load_back` what was copied up from the host at once. `no_slot`: it is a
     state slot that the refused one lacks, not tokens. `output_tokens`: what the gate counts on of its output.
+    `rank_hits`: (`prefix_tokens`, `newly_locked_tokens`) on each replaying rank, where the gate asked them too.
     """
 
     request: str
@@ -36,6 +37,7 @@ class Decision:
     forced: bool = False
     no_slot: bool = False
     output_tokens: int = 1
+    rank_hits: tuple[tuple[int, int], ...] = ()
     baseline: int
     rem_total_tokens: int
     cur_rem_tokens: int
