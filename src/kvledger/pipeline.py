@@ -102,6 +102,7 @@ class PipelineNode(PrefillNode):
 
     features = frozenset({"lpm", "shortest-prefill-first", "priority", "ranks"})
     rank_type: ClassVar[type[ReplayingRank]] = ReplayingRank
+    view_type: ClassVar[type[LeastMemory]] = LeastMemory
 
     def __init__(self, settings: NodeSettings, rules: AccountingRules, watcher: Watcher | None = None) -> None:
         super().__init__(of_rank(settings, 0), rules, watcher)
@@ -111,7 +112,7 @@ class PipelineNode(PrefillNode):
         )
         self.counts_least = rules.rank_view == "least"
         self.at = 0
-        self._least = LeastMemory(self)
+        self._least = self.view_type(self)
         self._rank_hits: tuple[tuple[int, int], ...] = ()
         self._ended: list[str] = []
         self._admitted: dict[str, None] = {}

@@ -862,7 +862,6 @@ def test_a_decoding_nodes_own_settings_are_read_and_written_as_they_were():
     [
         (changed("node", "pp_size", to=2), "node.pp_size: 2 stages share nothing without max_running_requests"),
         (changed("node", "pp_size", to=0), "node.pp_size: 0 is below the minimum 1"),
-        (unified(max_running_requests=2, pp_size=3), "node.max_running_requests: 2 request slots are fewer than …"),
         (unified(preemption_threshold=0), 'node.preemption_threshold: 0 needs "mode": "unified" and …'),
         (unified(new_token_ratio_percent=101), "node.new_token_ratio_percent: 101 is above the maximum 100"),
         (unified(new_token_ratio_percent=0.7), "node.new_token_ratio_percent: 0.7 is not an integer"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from kvledger.arithmetic import ceil_pages
 from kvledger.events import Abort, Cached, Event, Hold, Release, Round, Transferred
 from kvledger.policy import SchedulePolicy
 from kvledger.settings import NodeSettings, RankSettings
@@ -96,6 +97,20 @@ def cache_apart(world: World, reached: int, **arguments: int) -> Event:
     return replace(event, ranks=_some(world, reached)) if isinstance(event, Cached) else event
 
 
+def cache_elsewhere(world: World, pick: int, reached: int, **arguments: int) -> Event:
+    """What was cached on some ranks, in the other tier of the others: a hit of one length, in different places."""
+    apart = [event for event in world.events if isinstance(event, Cached) and event.ranks is not None]
+    if not apart:
+        return cache_apart(world, pick=pick, reached=reached, **arguments)
+    event = apart[-1 - pick % len(apart)]
+    others = tuple(rank for rank in range(len(world.settings.ranks) + 1) if rank not in (event.ranks or ()))
+    snapshot = world.replay.target.snapshot()
+    room = min((spare_pages((snapshot, *snapshot.ranks)[rank]) for rank in others), default=0)
+    fits = ceil_pages(event.prompt.tokens, world.settings.page_size) <= room
+    world.cached.append(event.prompt)
+    return Cached("device" if event.tier == "host" and fits else "host", event.prompt, ranks=others or None)
+
+
 def _some(world: World, reached: int) -> tuple[int, ...]:
     """A subset of the ranks that is not empty."""
     count = len(world.settings.ranks) + 1
@@ -114,6 +129,7 @@ RANKS = Dimension(
         Move("apart", APART, apart),
         Move("apart", APART, apart),
         Move("cache_apart", CACHE_APART, cache_apart),
+        Move("cache_elsewhere", CACHE_APART, cache_elsewhere),
     ),
 )
 """Pipelines of two or three ranks."""
