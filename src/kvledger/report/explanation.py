@@ -96,7 +96,8 @@ def _headline(outcome: Outcome) -> Words:
 
 def failure_words(failure: AllocationFailure) -> Words:
     """Who asked for how much, and what there was."""
-    figures = f" wanted {failure.wanted} tokens; free {failure.free}, evictable {failure.evictable}"
+    on = f" on rank {failure.rank}" if failure.rank else ""
+    figures = f" wanted {failure.wanted} tokens{on}; free {failure.free}, evictable {failure.evictable}"
     return [Name(failure.request) if failure.known else failure.request, figures]
 
 
@@ -110,7 +111,7 @@ def counted(count: int, noun: str) -> str:
 
 def _lead(promise: BrokenPromise, spent: Sequence[Spending], outcome: Outcome) -> Words:
     words: list[str | Name] = [Name(promise.request), f"'s {promise.kind} of {promise.tokens} tokens, "]
-    words.append(f"promised in round {promise.round}, ")
+    words.append(f"promised in round {promise.round}, {f'on rank {promise.rank} ' if promise.rank else ''}")
     decoded = decoded_since(outcome, promise.round)
     if not spent and decoded:
         names = [Name(name) for name in decoded[:SPENDINGS_SHOWN]]

@@ -17,6 +17,7 @@ from kvledger.events import (
 from kvledger.invariants import INVARIANTS
 from kvledger.report.markup import Content, Html, Name, element, join, message_words, sentence
 from kvledger.report.plain import plain
+from kvledger.report.ranks import on_ranks, ranks_words
 from kvledger.report.recording import Recording
 from kvledger.report.round_data import FIGURES, figures_of
 from kvledger.report.round_panel import figure
@@ -57,7 +58,7 @@ def facts(recording: Recording) -> Html:
     sizes = (
         f"page {node.page_size}, grid {node.checkpoint_align}, chunk {_size(node.chunked_prefill_size, 'off')}, "
         f"max prefill {_size(node.max_prefill_tokens, 'unlimited')}, pool {node.pool_tokens}, "
-        f"host {_size(node.host_tokens, 'unlimited')}"
+        f"host {_size(node.host_tokens, 'unlimited')}{ranks_words(node)}"
     )
     listed: list[tuple[str, Content]] = [
         ("rules", f"{replayed.preset or 'own switches'} ({_switches(replayed.rules)})"),
@@ -94,11 +95,11 @@ def _start(events: Sequence[Event]) -> list[tuple[str, Content]]:
         match event:
             case Round() | Decode() | Drain():
                 break
-            case Cached(tier, prompt, locked):
-                what = f"cached on the {tier}{', locked' if locked else ''}"
+            case Cached(tier, prompt, locked, ranks):
+                what = f"cached on the {tier}{', locked' if locked else ''}{on_ranks(ranks)}"
                 found.setdefault(what, []).append((prompt.segments[-1][0], prompt.tokens))
-            case Hold(name, tokens):
-                found.setdefault("held", []).append((name, tokens))
+            case Hold(name, tokens, ranks):
+                found.setdefault(f"held{on_ranks(ranks)}", []).append((name, tokens))
             case Submit(request, prompt):
                 found.setdefault("submitted", []).append((request, prompt.tokens))
     return [(f"at the start, {what}", _named_sizes(sizes)) for what, sizes in found.items()]

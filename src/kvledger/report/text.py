@@ -21,6 +21,7 @@ from kvledger.record import RoundRecord
 from kvledger.replay import Broken, Happening, Outcome
 from kvledger.report import Replayed
 from kvledger.report.plain import COLUMNS, NAME_COLUMNS, named, plain, width, wrapped
+from kvledger.report.ranks import on_ranks, ranks_words
 from kvledger.report.rounds import Gap, Layout, failure_words, gap_lines, round_lines, rounds_to_show, size_word
 from kvledger.rules import AccountingRules
 from kvledger.settings import NodeSettings
@@ -113,8 +114,9 @@ def _beyond_prefill(node: NodeSettings) -> str:
     """What a node has that a plain prefill node has not."""
     usual = {field.name: field.default for field in fields(node)}
     names = list(usual)[list(usual).index("mode") :]
+    names.remove("ranks")
     told = ((name.replace("_", " "), getattr(node, name)) for name in names if getattr(node, name) != usual[name])
-    return "".join(f", {words} {str(value).lower()}" for words, value in told)
+    return "".join(f", {words} {str(value).lower()}" for words, value in told) + ranks_words(node)
 
 
 def _switches(rules: AccountingRules) -> str:
@@ -135,11 +137,11 @@ def _start_lines(events: Sequence[Event]) -> list[str]:
         match event:
             case Round() | Decode() | Drain():
                 break
-            case Cached(tier, prompt, locked):
-                where = f"cached on the {tier}{', locked' if locked else ''}:"
+            case Cached(tier, prompt, locked, ranks):
+                where = f"cached on the {tier}{', locked' if locked else ''}{on_ranks(ranks)}:"
                 found.setdefault(where, []).append((prompt.segments[-1][0], prompt.tokens))
-            case Hold(name, tokens):
-                found.setdefault("held:", []).append((name, tokens))
+            case Hold(name, tokens, ranks):
+                found.setdefault(f"held{on_ranks(ranks)}:", []).append((name, tokens))
             case Submit(request, prompt):
                 found.setdefault("submitted:", []).append((request, prompt.tokens))
     words = [f"{what} {_named_sizes(sizes)}" for what, sizes in found.items()]

@@ -23,6 +23,10 @@ from kvledger.monitor import InvariantMonitor
 from kvledger.record import Decision, RoundRecord
 from kvledger.replay import Outcome, Stuck, Target
 from kvledger.rules import AccountingRules
+from kvledger.testing import reached_ranks
+
+PARTS = (reached_ranks,)
+"""Modules on a part that a node may have: `BRANCHES`, and `met(evidence, happened)`, told of all that happens."""
 
 BRANCHES: tuple[str, ...] = (
     "resumed to its end",
@@ -125,6 +129,7 @@ class SearchMonitor(InvariantMonitor):
         self.reached.update(self._decision_branches(decision, earlier))
         if self.evidence.settings.mode == "unified":
             self.reached.update(self._output_branches(decision, earlier))
+        self._meet(decision)
         needed_pages = sum(needed_pages_of(request, self.evidence.page_size) for request in self.evidence.after.live)
         slack_pages = self.evidence.after.baseline_pages - needed_pages
         if self.least_slack_pages is None or slack_pages < self.least_slack_pages:
@@ -136,12 +141,18 @@ class SearchMonitor(InvariantMonitor):
         self.reached.update(_round_branches(record))
         if self.evidence.settings.mode == "unified":
             self.reached.update(self._decode_branches(record))
+        self._meet(record)
 
     def after_event(self, event: Event) -> None:
         super().after_event(event)
         branch = _event_branch(event)
         if branch is not None and not is_ignored(self._target, event):
             self.reached[branch] += 1
+        self._meet(event)
+
+    def _meet(self, happened: Decision | RoundRecord | Event) -> None:
+        for part in PARTS:
+            self.reached.update(part.met(self.evidence, happened))
 
     def stuck(self, stuck: Stuck) -> None:
         super().stuck(stuck)
