@@ -10,6 +10,7 @@ from kvledger.evidence import (
     Evidence,
     Finding,
     compute_left,
+    counted_pages,
     decode_tokens,
     gate_tokens,
     is_simulated,
@@ -108,7 +109,7 @@ def refusal_is_free(e: Evidence, decision: Decision) -> Finding | None:
 
 def ledger_exact(e: Evidence, decision: Decision) -> Finding | None:
     """Both offsets and the baseline, counted afresh from the batch and the pages."""
-    baseline = e.after.baseline_pages * e.page_size
+    baseline = counted_pages(e, e.after) * e.page_size
     now, later = decode_tokens(e, e.after)
     for d in (*e.earlier, decision):
         d_now, d_later = owed_tokens(e, d)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from kvledger.adder import AddReqResult
 from kvledger.arithmetic import ceil_pages
-from kvledger.evidence import Evidence, Finding, needed_pages_of
+from kvledger.evidence import Evidence, Finding, most_live, needed_pages_of
 from kvledger.record import Decision, LiveRequest, RoundRecord, Snapshot
 
 # --- after every decision
@@ -60,7 +60,7 @@ def full_is_true(e: Evidence, record: RoundRecord) -> Finding | None:
     no_memory = record.budget_state is AddReqResult.NO_TOKEN
     refused = any(decision.reason is AddReqResult.NO_TOKEN for decision in new)
     slots = e.settings.request_slots
-    no_slot = slots is not None and len((e.decided or e.after).live) >= slots
+    no_slot = slots is not None and most_live(e, e.decided or e.after) >= slots
     if record.batch_is_full:
         if no_memory or refused or no_slot:
             return None

@@ -144,8 +144,9 @@ def quiescent(e: Evidence) -> Finding | None:
 
 def progress(e: Evidence, stuck: Stuck) -> Finding | None:
     """Slots that someone outside the trace holds or locks for ever excuse a node: its pool is not empty."""
-    if e.after.held or any(pinned_refs for _, _, pinned_refs, _ in e.after.cached):
-        return None
+    for rank in (e.after, *e.after.ranks):
+        if rank.held or any(pinned_refs for _, _, pinned_refs, _ in rank.cached):
+            return None
     return Finding(stuck.request, f"{stuck.request} fits an empty pool and never finishes: {stuck.message}")
 
 

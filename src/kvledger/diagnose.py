@@ -81,6 +81,7 @@ class Diagnosis:
                 "kind": promise.kind,
                 "tokens": promise.tokens,
                 "round": promise.round,
+                **({"rank": promise.rank} if promise.rank else {}),
             },
             "spent_by": [{"request": each.request, "how": each.how, "tokens": each.tokens} for each in self.spent_by],
             "point_of_no_return": point and {"round": point.round, "request": point.request},
@@ -164,6 +165,10 @@ def _changes(rules: AccountingRules, node: NodeSettings) -> Iterator[tuple[str, 
         yield "checkpoint_align", "page_size"
     if rules.on_shortage == "force":
         yield "on_shortage", "defer"
+    if rules.rank_view == "own" and node.ranks:
+        yield "rank_view", "least"
+    if rules.replay_gate != "follow" and node.ranks:
+        yield "replay_gate", "follow"
     for name in ("truncation_align", "continuation_limit", "chunk_grid"):
         if getattr(rules, name) is not None:
             yield name, None

@@ -45,6 +45,7 @@ class Moment:
 class History:
     """Up to the failure, if there is one. `steps` is the trace with its drains written out as rounds and transfers.
 
+    On a pipeline the moments are those of `rank`: where it failed, else where what is there was first too little.
     Without decisions that can be judged there are no moments. `tells_at_once`: each decision is told as it is taken;
     else all of a round's moments show the pages at its end.
     """
@@ -56,6 +57,7 @@ class History:
     steps: tuple[Event, ...]
     moments: tuple[Moment, ...]
     tells_at_once: bool = True
+    rank: int = 0
 
     @property
     def failed(self) -> bool:
@@ -80,12 +82,18 @@ class Witness(InvariantMonitor):
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[Event] = []
-        self.moments: list[Moment] = []
+        self.moments_on: list[list[Moment]] = []
         self.until_stuck: tuple[int, int] | None = None
         self._leaked_pages = 0
 
     def attach(self, target: Target, settings: NodeSettings, rules: AccountingRules) -> None:
         super().attach(target, settings, rules)
+        self.moments_on = [[] for _ in range(len(settings.ranks) + 1)]
+
+    @property
+    def moments(self) -> list[Moment]:
+        """Those of the deciding rank."""
+        return self.moments_on[0]
 
     def after_decision(self, decision: Decision) -> None:
         super().after_decision(decision)
@@ -112,10 +120,11 @@ class Witness(InvariantMonitor):
         if "promises-covered" in self.skipped:
             return
         after = self.evidence.after
-        needs = tuple((each.rid, needed_pages_of(each, after.page_size)) for each in after.live if not each.in_flight)
-        self.moments.append(
-            Moment(len(self.steps), self._round, decision, event, after.baseline_pages, self._leaked_pages, needs)
-        )
+        for moments, rank in zip(self.moments_on, (after, *after.ranks), strict=True):
+            needs = tuple((each.rid, needed_pages_of(each, rank.page_size)) for each in rank.live if not each.in_flight)
+            moments.append(
+                Moment(len(self.steps), self._round, decision, event, rank.baseline_pages, self._leaked_pages, needs)
+            )
 
     def _count_leaks(self) -> None:
         if "pages" in self.capabilities:
@@ -139,7 +148,11 @@ def history_of(
     witness: Witness, trace: Trace, rules: AccountingRules, target: TargetFactory, outcome: Outcome
 ) -> History:
     """What a witness kept of a replay that it watched, up to the failure or the first time nothing moved."""
-    steps, moments = witness.steps, witness.moments
+    uncovered = (rank for rank, kept in enumerate(witness.moments_on) if not all(moment.covered for moment in kept))
+    rank = outcome.failure.rank if outcome.failure is not None else next(uncovered, 0)
+    steps, moments = witness.steps, witness.moments_on[rank]
     if outcome.failure is None and witness.until_stuck is not None:
         steps, moments = steps[: witness.until_stuck[0]], moments[: witness.until_stuck[1]]
-    return History(trace, rules, target, outcome, tuple(steps), tuple(moments), "decisions" in witness.capabilities)
+    return History(
+        trace, rules, target, outcome, tuple(steps), tuple(moments), "decisions" in witness.capabilities, rank
+    )

@@ -18,18 +18,23 @@ from kvledger.events import Abort, Cached, Hold, Release, Transferred
 from kvledger.ledger import Due
 from kvledger.record import Decision, RoundRecord
 from kvledger.replay import Outcome
+from kvledger.settings import of_rank
 
 How = Literal["load-back", "lock", "chunk", "rounding", "forced", "decode", "hold", "leak"]
 
 
 @dataclass(frozen=True, slots=True)
 class BrokenPromise:
-    """`tokens` that `request` was promised in `round`: "tail" after its cut there, its "chunk", or its "load-back"."""
+    """`tokens` that `request` was promised in `round`: "tail" after its cut there, its "chunk", or its "load-back".
+
+    `rank` is the pipeline rank that could not keep it.
+    """
 
     request: str
     kind: Literal["tail", "chunk", "load-back"]
     tokens: int
     round: int
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,7 @@ def find_breach(history: History) -> Breach | None:
         "tail" if decision.tail_tokens else "chunk",
         decision.tail_tokens or decision.tokens,
         history.moments[made].round,
+        history.rank,
     )
     lasting = history.failed and not any(moment.covered for moment in history.moments[at:])
     end = len(history.moments) if lasting else at + 1
@@ -165,7 +171,9 @@ def _spent(history: History, start: int, end: int, owner: str) -> list[Spending]
     taken: dict[tuple[str | None, How], int] = {}
     for index in range(start, end):
         moment = history.moments[index]
-        before_pages = history.moments[index - 1].baseline_pages if index else history.trace.node.pool_pages
+        before_pages = (
+            history.moments[index - 1].baseline_pages if index else of_rank(history.trace.node, history.rank).pool_pages
+        )
         dropped_tokens = (before_pages - moment.baseline_pages) * history.page_size
         match moment.event:
             case Hold(name=name):
@@ -250,4 +258,5 @@ def _breach_at_failure(history: History) -> Breach | None:
         if decision.request != failure.request:
             _add(taken, _takes(history, record.round, decision))
     spent = [Spending(request, how, tokens) for (request, how), tokens in taken.items() if tokens > 0]
-    return Breach(BrokenPromise(failure.request, kind, failure.wanted, record.round), _by_size(spent), None)
+    promise = BrokenPromise(failure.request, kind, failure.wanted, record.round, failure.rank)
+    return Breach(promise, _by_size(spent), None)

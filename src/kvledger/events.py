@@ -8,6 +8,8 @@ from typing import Literal
 from kvledger.request import USUAL_OUTPUT, Output, Prompt
 
 Tier = Literal["host", "device"]
+Ranks = tuple[int, ...] | None
+"""The pipeline ranks that an event reaches now, in order; None: all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +19,7 @@ class Cached:
     tier: Tier
     prompt: Prompt
     locked: bool = False
+    ranks: Ranks = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,7 @@ class Transferred:
     """A request's KV has reached the decode node. Valid for every submitted request, in whatever state."""
 
     request: str
+    ranks: Ranks = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ class Abort:
     """A request ends, wherever it is."""
 
     request: str
+    ranks: Ranks = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,7 @@ class Hold:
 
     name: str
     tokens: int
+    ranks: Ranks = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,7 @@ class Release:
 
     name: str
     tokens: int | None = None
+    ranks: Ranks = None
 
 
 Event = Cached | Submit | Round | Decode | Drain | Transferred | Finish | Abort | Hold | Release

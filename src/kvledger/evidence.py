@@ -45,6 +45,8 @@ class Evidence:
     on by now; `mixed_tokens` of decode in this round's batch; the `queue` as it was when the round began, how much of
     each prompt in it was cached then (`matched`, where the order asks and the target tells) and who was `put_back` for
     the next candidate; `decided`, what the node looked like before it decoded. `joins` numbers those who began to.
+
+    On a pipeline all of it is the deciding rank's; `ranks_ended` says who has ended on each replaying one.
     """
 
     settings: NodeSettings
@@ -68,6 +70,7 @@ class Evidence:
     put_back: list[PutBack] = field(default_factory=list)
     joins: dict[str, int] = field(default_factory=dict)
     decided: Snapshot | None = None
+    ranks_ended: list[set[str]] = field(default_factory=list)
 
     @property
     def page_size(self) -> int:
@@ -76,6 +79,17 @@ class Evidence:
     @property
     def grid_tokens(self) -> int:
         return self.rules.grid_tokens(page_size=self.page_size, node_align=self.settings.checkpoint_align)
+
+
+def counted_pages(e: Evidence, snapshot: Snapshot) -> int:
+    """The baseline that the books should count with: free and evictable, on a pipeline the least of all ranks."""
+    return snapshot.least_baseline_pages if e.rules.rank_view == "least" else snapshot.baseline_pages
+
+
+def most_live(e: Evidence, snapshot: Snapshot) -> int:
+    """Requests that have a slot, on a pipeline where most have: a stage where a transfer is late has it taken still."""
+    counted = (snapshot, *snapshot.ranks) if e.rules.rank_view == "least" else (snapshot,)
+    return max(len(each.live) for each in counted)
 
 
 def needed_pages_of(request: LiveRequest, page_size: int) -> int:
@@ -130,11 +144,18 @@ def decode_tokens(e: Evidence, snapshot: Snapshot, *, only: str | None = None) -
 
 
 def gate_tokens(e: Evidence, decision: Decision) -> tuple[int, Tokens]:
-    """What the gate asks for a candidate, and what remains for it, both counted from the batch and the pages."""
+    """What the gate asks for a candidate, and what remains for it, both counted from the batch and the pages; on a
+    pipeline, of the rank on which it is nearest to a refusal."""
     owed = sum(sum(owed_tokens(e, d)) for d in e.earlier) + sum(decode_tokens(e, e.before))
-    left = e.before.baseline_pages * e.page_size - decision.newly_locked_tokens - owed
-    need = decision.prompt_tokens - decision.prefix_tokens + output_tokens(e, decision.request) + e.page_size
-    return need, left
+    hits = ((decision.prefix_tokens, decision.newly_locked_tokens), *decision.rank_hits)
+    asked = [
+        (
+            decision.prompt_tokens - prefix_tokens + output_tokens(e, decision.request) + e.page_size,
+            rank.baseline_pages * e.page_size - newly_locked_tokens - owed,
+        )
+        for (prefix_tokens, newly_locked_tokens), rank in zip(hits, (e.before, *e.before.ranks), strict=False)
+    ]
+    return max(asked, key=lambda need_and_left: need_and_left[0] - need_and_left[1])
 
 
 def is_simulated(e: Evidence, decision: Decision) -> bool:

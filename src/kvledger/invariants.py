@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvledger import checks_decision as decided
 from kvledger import checks_decode as decode
 from kvledger import checks_queue as queue
+from kvledger import checks_ranks as ranks
 from kvledger import checks_state as state
 from kvledger.evidence import Finding
 
@@ -46,7 +47,7 @@ INVARIANTS: tuple[Invariant, ...] = (
         "promises-covered",
         "the pool can still give all that was admitted",
         "decision",
-        decided.promises_covered,
+        ranks.on_every_rank(decided.promises_covered),
         _BATCHES,
         unless=frozenset({"optimistic"}),
     ),
@@ -99,10 +100,17 @@ INVARIANTS: tuple[Invariant, ...] = (
     ),
     Invariant("on-grid", "KDA state is only saved on the checkpoint grid", "decision", decided.on_grid, _GRID),
     Invariant(
+        "same-batches",
+        "stages that run different batches hand each other the wrong rows",
+        "round",
+        ranks.same_batches,
+        _BATCHES,
+    ),
+    Invariant(
         "admitted-finishes",
         "a failed allocation ends the process, and every request with it",
         "round",
-        state.admitted_finishes,
+        ranks.on_every_rank(state.admitted_finishes),
         unless=frozenset({"may-preempt"}),
     ),
     Invariant(
@@ -116,11 +124,17 @@ INVARIANTS: tuple[Invariant, ...] = (
         "table-fits",
         "a page too few is a wrong address, a page too many a promise nobody made",
         "round",
-        state.table_fits,
+        ranks.on_every_rank(state.table_fits),
         _BATCHES | _PAGES,
         unless=frozenset({"hybrid"}),
     ),
-    Invariant("ended-is-gone", "who has gone away must not be served", "event", state.ended_is_gone, _PAGES),
+    Invariant(
+        "ended-is-gone",
+        "who has gone away must not be served",
+        "event",
+        ranks.on_every_rank(state.ended_is_gone),
+        _PAGES,
+    ),
     Invariant(
         "everyone-served",
         "a request that is lost was not refused, it was lost",
@@ -135,9 +149,17 @@ INVARIANTS: tuple[Invariant, ...] = (
         "crash",
         state.never_raises,
     ),
-    Invariant("conserved", "a page has one owner, and none is lost", "event", state.conserved, _COUNTS),
-    Invariant("no-use-after-free", "a page in use must not be given away", "event", state.no_use_after_free, _PAGES),
-    Invariant("quiescent", "what is left at rest is a leak", "rest", state.quiescent, _COUNTS),
+    Invariant(
+        "conserved", "a page has one owner, and none is lost", "event", ranks.on_every_rank(state.conserved), _COUNTS
+    ),
+    Invariant(
+        "no-use-after-free",
+        "a page in use must not be given away",
+        "event",
+        ranks.on_every_rank(state.no_use_after_free),
+        _PAGES,
+    ),
+    Invariant("quiescent", "what is left at rest is a leak", "rest", ranks.on_every_rank(state.quiescent), _COUNTS),
     Invariant(
         "tail-spared",
         "a page that decode takes from a tail is missed when the next chunk runs",
@@ -160,9 +182,15 @@ INVARIANTS: tuple[Invariant, ...] = (
         queue.preemption_fair,
         _DECODE,
     ),
-    Invariant("queue-kept", "who waits must not lose its place", "round", queue.queue_kept, _DECODE),
     Invariant(
-        "slots-kept", "a request without a slot has no row to write its pages in", "round", decode.slots_kept, _DECODE
+        "queue-kept", "who waits must not lose its place", "round", ranks.on_every_rank(queue.queue_kept), _DECODE
+    ),
+    Invariant(
+        "slots-kept",
+        "a request without a slot has no row to write its pages in",
+        "round",
+        ranks.on_every_rank(decode.slots_kept),
+        _DECODE,
     ),
     Invariant("full-is-true", "a batch called full turns everybody away", "round", decode.full_is_true, _DECODE),
     Invariant(

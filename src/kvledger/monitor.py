@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from fractions import Fraction
 
 from kvledger.decode import NewTokenRatio
-from kvledger.events import Abort, Event, Finish, Submit, Transferred
+from kvledger.events import Abort, Event, Finish, Ranks, Submit, Transferred
 from kvledger.evidence import Evidence, PutBack
 from kvledger.invariants import INVARIANTS, Invariant
 from kvledger.node import PrefillNode
@@ -48,6 +48,8 @@ class InvariantMonitor(Monitor):
         self.evidence = Evidence(settings, rules, snapshot, snapshot)
         self._ratio = NewTokenRatio(Fraction(settings.new_token_ratio_percent, 100))
         self.evidence.ratio = self._ratio.current
+        self.evidence.ranks_ended = [set() for _ in settings.ranks]
+        self._to_be_told: set[str] = set()
 
     def before_round(self) -> None:
         self._round = self._rounds_ended + 1
@@ -75,6 +77,10 @@ class InvariantMonitor(Monitor):
         if self._open:
             return
         self._open = True
+        if self._to_be_told:
+            self._ended_on(None, *self._to_be_told)
+            self._to_be_told.clear()
+            self._look()  # the plan's head has gone out
         e = self.evidence
         e.queue = e.after.waiting
         running = sum(request.in_flight for request in e.after.live)
@@ -177,16 +183,33 @@ class InvariantMonitor(Monitor):
                 e.ended.add(rid)
                 e.unserved.discard(rid)
                 e.departed = f"{rid} was finished"
-            case Abort(request=rid):
-                e.computed.pop(rid, None)
+            case Abort(request=rid, ranks=ranks):
                 e.unserved.discard(rid)
-                e.ended.add(rid)
+                if ranks is None or 0 in ranks:
+                    e.computed.pop(rid, None)
+                    e.ended.add(rid)
+                    self._to_be_told.add(rid)
+                if rid in e.ended:  # else a rank that it reaches first waits for the plan
+                    self._ended_on(ranks, rid)
                 e.departed = f"{rid} was aborted"
-            case Transferred(request=rid) if e.settings.mode == "prefill" and any(
-                r.rid == rid and r.in_flight for r in e.after.live
-            ):
-                e.ended.add(rid)
-                e.departed = f"{rid} was transferred"
+            case Transferred(request=rid, ranks=ranks) if e.settings.mode == "prefill":
+                e.departed = f"{rid} was transferred" if self._transferred(rid, ranks) else ""
+
+    def _transferred(self, rid: str, ranks: Ranks) -> bool:
+        """It ends on each rank that hears of it and has sent it; says whether there is one."""
+        e = self.evidence
+        sent = [any(r.rid == rid and r.in_flight for r in rank.live) for rank in (e.after, *e.after.ranks)]
+        for rank, ended in enumerate((e.ended, *e.ranks_ended)):
+            sent[rank] = sent[rank] and (ranks is None or rank in ranks)
+            if sent[rank]:
+                ended.add(rid)
+        return any(sent)
+
+    def _ended_on(self, ranks: Ranks, *rids: str) -> None:
+        """These have ended on replaying ranks too: on the ones named."""
+        for rank, ended in enumerate(self.evidence.ranks_ended, 1):
+            if ranks is None or rank in ranks:
+                ended.update(rids)
 
     def _look(self) -> None:
         self.evidence.after = ask(self._target.snapshot)

@@ -39,7 +39,7 @@ class Watcher:
 class PrefillNode(Occupancy):
     """The project's own scheduler, pool and prefix cache. Names of requests are unique over its life.
 
-    Settings of another mode build the node that has registered itself for it (`modes`).
+    Settings of another mode, or with pipeline ranks, build the node that has registered itself for it (`modes`).
     """
 
     capabilities = frozenset({"batches", "counts", "grid", "decisions", "offsets", "pages", "decode", "one-cut"})
@@ -47,7 +47,8 @@ class PrefillNode(Occupancy):
     modes: ClassVar[dict[str, type[PrefillNode]]] = {}
 
     def __new__(cls, settings: NodeSettings, *_arguments: Any, **_named: Any) -> PrefillNode:
-        return super().__new__(cls.modes.get(settings.mode, cls) if cls is PrefillNode else cls)
+        kind = "ranks" if settings.ranks else settings.mode
+        return super().__new__(cls.modes.get(kind, cls) if cls is PrefillNode else cls)
 
     def __init__(self, settings: NodeSettings, rules: AccountingRules, watcher: Watcher | None = None) -> None:
         super().__init__(settings.page_size, settings.pool_pages, settings.host_pages)
@@ -58,6 +59,7 @@ class PrefillNode(Occupancy):
         self.waiting: OrderedDict[str, Request] = OrderedDict()
         self.chunked_req: Request | None = None
         self.live: dict[str, Request] = {}
+        self.rank = 0
         self.rounds = 0
         self._arrivals = 0
         self._candidates: Iterable[Request] = ()
@@ -74,7 +76,7 @@ class PrefillNode(Occupancy):
             pages_tokens = (2 if self.settings.simulates(output) else 1) * self.page_size
             new_tokens = need - prompt.tokens - pages_tokens
             what = "first token" if new_tokens == FIRST_TOKEN else "output"
-            pool_tokens = self.settings.pool_pages * self.page_size
+            pool_tokens = self.settings.least_pool_pages * self.page_size
             return (
                 f"prompt {prompt.tokens} + {what} {new_tokens} + page {pages_tokens} = {need} tokens is not "
                 f"below the empty pool's {pool_tokens}"
@@ -168,14 +170,17 @@ class PrefillNode(Occupancy):
         """Step 1: both offsets 0, full compute budgets."""
         return PrefillAdder(
             self.page_size,
-            self.tree,
-            self.pool,
+            *self._memory_in_view(),
             rem_input_tokens=self.settings.max_prefill_tokens,
             rem_chunk_tokens=self.settings.chunked_prefill_size,
             rules=self.rules,
             checkpoint_align=self.settings.checkpoint_align,
             first_token=FIRST_TOKEN,
         )
+
+    def _memory_in_view(self) -> tuple[Any, Any]:
+        """The cache and the allocator that the books count with."""
+        return self.tree, self.pool
 
     def _open_slots(self) -> StateSlots | None:
         """The books of the state slots; None where they have no limit and nobody keeps states."""
@@ -250,7 +255,7 @@ class PrefillNode(Occupancy):
     def _decide(self, adder: PrefillAdder, decisions: list[Decision], request: Request) -> tuple[AddReqResult, bool]:
         """One candidate: match, ask the adder, and on admission give it its cached pages."""
         self._match(request)
-        newly_locked_pages = sum(1 for cached in request.device_hit if not cached.lock_refs)
+        newly_locked_pages = self._newly_locked_pages(request)
         self.watcher.before_decision()
         batch_before = len(adder.can_run_list)
         if self.slots is not None and not self.slots.has_room():
@@ -259,7 +264,7 @@ class PrefillNode(Occupancy):
             state = adder.add_one_req(request)
             refused = state is AddReqResult.NO_TOKEN and len(adder.can_run_list) == batch_before
             if refused and self._make_way(adder, request):
-                newly_locked_pages = sum(1 for cached in request.device_hit if not cached.lock_refs)
+                newly_locked_pages = self._newly_locked_pages(request)
                 state = adder.add_one_req(request)
         except OutOfPages as error:
             raise PrefillOutOfMemory(
@@ -278,6 +283,10 @@ class PrefillNode(Occupancy):
         )
         self._decided(decisions, decision)
         return state, joined
+
+    def _newly_locked_pages(self, request: Request) -> int:
+        """By how many pages the lock on its device hit will lower the baseline."""
+        return sum(1 for cached in request.device_hit if not cached.lock_refs)
 
     def _refuse_without_slot(
         self, adder: PrefillAdder, decisions: list[Decision], request: Request

@@ -23,6 +23,7 @@ class Decision:
     were evictable until this request's lock; `load_back` what was copied up from the host at once. `no_slot`: it is a
     state slot that the refused one lacks, not tokens. `output_tokens`: what the gate counts on of its output.
     `chunk_limit`: what the half-done one may compute at most, because the rest of the budget is kept for shorter ones.
+    `rank_hits`: (`prefix_tokens`, `newly_locked_tokens`) on each replaying rank, where the gate asked them too.
     """
 
     request: str
@@ -38,6 +39,7 @@ class Decision:
     no_slot: bool = False
     output_tokens: int = 1
     chunk_limit: int | None = None
+    rank_hits: tuple[tuple[int, int], ...] = ()
     baseline: int
     rem_total_tokens: int
     cur_rem_tokens: int
@@ -62,7 +64,8 @@ class Decision:
 class AllocationFailure:
     """An admitted request's allocation that found too little: `wanted` tokens against `free` and `evictable`.
 
-    Not `known`: the target cannot tell whose it was; `request` then says in words who comes into question.
+    Not `known`: the target cannot tell whose it was; `request` then says in words who comes into question. `rank` is
+    the pipeline rank whose pool it was.
     """
 
     request: str
@@ -71,11 +74,28 @@ class AllocationFailure:
     evictable: int
     message: str
     known: bool = True
+    rank: int = 0
 
     @property
     def named(self) -> str | None:
         """The request, if it is known which."""
         return self.request if self.known else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRound:
+    """A round on a pipeline rank that replays: the chunks (request, start, end) it was to run, in order, whose prefill
+    it put off, and its pool after the round."""
+
+    rank: int
+    ran: tuple[tuple[str, int, int], ...]
+    deferred: tuple[str, ...]
+    free: int
+    evictable: int
+    protected: int
+    evicted_pages: int = 0
+    dropped_pages: int = 0
+    shared_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +106,8 @@ class RoundRecord:
     Requests that `decoded` took a token, `finished` their output, had their admitted prefill `rolled_back`, or wait for
     a copy that goes on after the round (`loading`). Of the running ones `retracted` went back to the queue because the
     pool had no slots for everybody's next token, `preempted` to make way for a more important one; nobody is in both.
-    `aborted` ones could not go on, each with the reason: they may have gone back first.
+    `aborted` ones could not go on, each with the reason: they may have gone back first. `ranks` are
+    the pipeline ranks that replayed it; all other facts are the deciding rank's.
     """
 
     round: int
@@ -112,6 +133,7 @@ class RoundRecord:
     loading: tuple[str, ...] = ()
     preempted: tuple[str, ...] = ()
     aborted: tuple[tuple[str, str], ...] = ()
+    ranks: tuple[RankRound, ...] = ()
 
     @property
     def joined(self) -> tuple[Decision, ...]:
@@ -171,7 +193,8 @@ class Snapshot:
     """Every page of the pool by identity, and every live request. `never_used` pages are free too.
 
     Of the host tier it has a count and, through `clock`, whether any page of either tier was used: a host may be a
-    hundred times the pool. `open_promises` were due in the last round and were not settled by an allocation.
+    hundred times the pool. `open_promises` were due in the last round and were not settled by an allocation. `ranks`
+    are the same of each pipeline rank that replays.
     """
 
     page_size: int
@@ -185,6 +208,7 @@ class Snapshot:
     host_pages: int = 0
     clock: int = 0
     open_promises: tuple[Promise, ...] = field(default=())
+    ranks: tuple[Snapshot, ...] = ()
 
     def pages(self) -> tuple[PageView, ...]:
         """The cached pages as named fields; the search reads the bare tuples, which are much cheaper to make."""
@@ -202,3 +226,8 @@ class Snapshot:
     def baseline_pages(self) -> int:
         """Free and evictable, counted page by page."""
         return self.free_pages + self.evictable_pages
+
+    @property
+    def least_baseline_pages(self) -> int:
+        """The smallest baseline of all ranks."""
+        return min(snapshot.baseline_pages for snapshot in (self, *self.ranks))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, Protocol, TypeVar, cast, runtime_checkable
 
 from kvledger.arithmetic import ceil_pages
@@ -22,8 +22,9 @@ from kvledger.events import (
     Transferred,
 )
 from kvledger.node import PrefillNode, Watcher
+from kvledger.pipeline import PipelineNode  # noqa: F401 - registers itself for pipeline ranks
 from kvledger.pool import OutOfPages
-from kvledger.record import AllocationFailure, Decision, RoundRecord, Snapshot
+from kvledger.record import AllocationFailure, Decision, RankRound, RoundRecord, Snapshot
 from kvledger.request import USUAL_OUTPUT, Output, Prompt
 from kvledger.rules import AccountingRules
 from kvledger.settings import NodeSettings
@@ -45,9 +46,11 @@ class Target(Protocol):
     (an admitted prefill may be rolled back and begin again), `hybrid` (layers with page tables of their own).
 
     An attribute `features`, where there is one, names what it models beyond plain prefill: `unified` (decode beside
-    prefill: `submit` takes an Output as well, and there are `run_decode` and `finish`), `mixed_chunk`, and schedule
-    policies. A trace that asks for more is bad input. `foreign`, if true, says that the code behind it is somebody
-    else's: what it raises is a finding (`never-raises`), not a fault of ours.
+    prefill: `submit` takes an Output as well, and there are `run_decode` and `finish`), `mixed_chunk`, schedule
+    policies, and `ranks` (a pipeline: `transferred`, `abort`, `cache_on_...`, `hold` and `release` take the keyword
+    `ranks`, numbers in order, where they do not reach all of them). A trace that asks for more is bad input. `foreign`,
+    if true, says that the code behind it is somebody else's: what it raises is a finding (`never-raises`), not a fault
+    of ours.
 
     `ignores`, where there is one, names what it does nothing with, which is then neither drawn nor blamed: `rules` (no
     switch of them reaches it), `cached` (prefixes of others), `held` (slots of outsiders).
@@ -205,7 +208,8 @@ class Outcome:
 
 
 def _violation(kind: str, round_number: int, facts: AllocationFailure | Stuck) -> dict[str, Any]:
-    return {
+    rank = facts.rank if isinstance(facts, AllocationFailure) else 0
+    return ({"rank": rank} if rank else {}) | {
         "kind": kind,
         "round": round_number,
         "request": facts.named if isinstance(facts, AllocationFailure) else facts.request,
@@ -222,6 +226,8 @@ DECODE_FACTS = ("decoded", "finished", "retracted", "preempted", "rolled_back", 
 def round_document(record: RoundRecord) -> dict[str, Any]:
     """A round in the outcome's JSON form; what only decode or late loads bring is there if it happened."""
     told: dict[str, Any] = {name: list(requests) for name in DECODE_FACTS if (requests := getattr(record, name))}
+    if record.ranks:
+        told["ranks"] = [_rank_document(rank) for rank in record.ranks]
     if record.aborted:
         told["aborted"] = [{"request": request, "reason": reason} for request, reason in record.aborted]
     return told | {
@@ -244,6 +250,18 @@ def round_document(record: RoundRecord) -> dict[str, Any]:
         "free": record.free,
         "evictable": record.evictable,
         "protected": record.protected,
+    }
+
+
+def _rank_document(rank: RankRound) -> dict[str, Any]:
+    told = {"deferred": list(rank.deferred)} if rank.deferred else {}
+    return {
+        "rank": rank.rank,
+        "ran": [{"request": request, "start": start, "end": end} for request, start, end in rank.ran],
+        **told,
+        "free": rank.free,
+        "evictable": rank.evictable,
+        "protected": rank.protected,
     }
 
 
@@ -285,10 +303,12 @@ def _check_modelled(settings: NodeSettings, target: Target) -> None:
         "mode": settings.mode if settings.mode != "prefill" else None,
         "schedule_policy": settings.schedule_policy if settings.schedule_policy != "fcfs" else None,
         "mixed_chunk": "mixed_chunk" if settings.mixed_chunk else None,
+        "ranks": "ranks" if settings.ranks else None,
     }
+    values = {"mixed_chunk": "true", "ranks": f"a pipeline of {len(settings.ranks) + 1}"}
     for key, feature in asked.items():
         if feature is not None and feature not in features:
-            value = "true" if key == "mixed_chunk" else f'"{feature}"'
+            value = values.get(key, f'"{feature}"')
             raise UnmodelledError(f"node.{key}", f"{value} is not modelled by this target")
 
 
@@ -330,6 +350,12 @@ def _judge(call: Callable[_Asked, None], *args: _Asked.args, **named: _Asked.kwa
         raise
     except Exception as error:
         raise _MonitorRaised(error) from error
+
+
+def _on(event: Event) -> dict[str, Any]:
+    """Whom of a pipeline an event reaches, for a target; nothing where it is everybody, as it always is elsewhere."""
+    ranks = getattr(event, "ranks", None)
+    return {} if ranks is None else {"ranks": ranks}
 
 
 class _Overhearing(Watcher):
@@ -377,6 +403,7 @@ class Replay:
         self.crashed = False
         self.prompts: dict[str, Prompt] = {}
         self.outputs: dict[str, Output] = {}
+        self._half_told: dict[str, set[int]] = {}
 
     @property
     def dead(self) -> bool:
@@ -413,15 +440,22 @@ class Replay:
             case Finish(request=rid):
                 ask(self._decoding.finish, rid)
             case Transferred(request=rid):
-                ask(self.target.transferred, rid)
+                ask(self.target.transferred, rid, **_on(event))
             case Abort(request=rid):
-                ask(self.target.abort, rid)
+                self._abort(event)
             case Cached() | Hold() | Release():
                 self._environment(event)
         if not isinstance(event, STEPS):
             self.monitor.after_event(event)
 
     def _happening(self, event: Event) -> Happening:
+        happening = self._happened(event)
+        ranks = getattr(event, "ranks", None)
+        if ranks is None:
+            return happening
+        return replace(happening, what=f"{happening.what} on rank {', '.join(map(str, ranks))}")
+
+    def _happened(self, event: Event) -> Happening:
         rounds = len(self.outcome.rounds)
         match event:
             case Submit(request=rid, prompt=prompt, output=output):
@@ -456,6 +490,17 @@ class Replay:
         here = rid in snapshot.waiting or any(each.rid == rid for each in snapshot.live)
         return "" if here else " (it has ended: nothing happens)"
 
+    def _abort(self, event: Abort) -> None:
+        """Where some ranks are not told of it, they will be: a drain sees to that."""
+        if event.ranks is None:
+            self._half_told.pop(event.request, None)
+        else:
+            told = self._half_told.setdefault(event.request, set())
+            told.update(event.ranks)
+            if len(told) > len(self.settings.ranks):
+                del self._half_told[event.request]
+        ask(self.target.abort, event.request, **_on(event))
+
     @property
     def _decoding(self) -> UnifiedTarget:
         """The target as one that decodes: the trace says so, and the target said that it can."""
@@ -476,13 +521,13 @@ class Replay:
         try:
             match event:
                 case Cached(tier="host", prompt=prompt):
-                    ask(self.target.cache_on_host, prompt)
+                    ask(self.target.cache_on_host, prompt, **_on(event))
                 case Cached(prompt=prompt, locked=locked):
-                    ask(self.target.cache_on_device, prompt, locked=locked)
+                    ask(self.target.cache_on_device, prompt, locked=locked, **_on(event))
                 case Hold(name=name, tokens=tokens):
-                    ask(self.target.hold, name, tokens)
+                    ask(self.target.hold, name, tokens, **_on(event))
                 case Release(name=name, tokens=tokens):
-                    ask(self.target.release, name, tokens)
+                    ask(self.target.release, name, tokens, **_on(event))
         except TargetRaised as raised:
             if not isinstance(raised.error, OutOfPages):
                 raise
@@ -501,6 +546,8 @@ class Replay:
 
     def _drain(self) -> None:
         """The worst environment that is still fair: transfers complete only when a round admitted nothing."""
+        for rid in tuple(self._half_told):
+            self._let_happen(Abort(rid))
         bound = self._drain_bound_rounds()
         for _ in range(bound):
             if not self._has_work:

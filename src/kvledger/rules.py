@@ -25,6 +25,10 @@ class AccountingRules:
     decode_yields: decode leaves alone what a cut request was promised: running requests are sent back to the queue
         before they take a slot of a reserved tail, and what they may still grow does not shorten its chunk. Without
         `reserve_tail` there is no such promise, and nothing to yield to.
+    rank_view: what the deciding pipeline rank counts with: "least", the smallest baseline of all ranks and the hit on
+        which all agree, or its "own" alone.
+    replay_gate: what a replaying rank does with the plan: "follow" it, "check" it against books of its own, or
+        "reserve" tails in those too.
     """
 
     checkpoint_align: int | Literal["node", "page_size"] = "node"
@@ -35,6 +39,8 @@ class AccountingRules:
     chunk_grid: int | None = None
     on_shortage: Literal["force", "defer"] = "force"
     decode_yields: bool = True
+    rank_view: Literal["least", "own"] = "least"
+    replay_gate: Literal["follow", "check", "reserve"] = "follow"
 
     @property
     def tail_first(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from kvledger.arithmetic import ceil_tokens, floor_tokens
@@ -20,6 +21,14 @@ USUAL_RATIO_PERCENT = 70
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankSettings:
+    """What a pipeline rank after the first has of its own, in tokens; "same": as much as rank 0."""
+
+    pool_tokens: int | Literal["same"] = "same"
+    host_tokens: int | Literal["same"] | None = "same"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
     """A node's sizes in tokens. None: chunking off, no prefill limit, no host limit; host_tokens 0: no host tier.
 
@@ -28,7 +37,8 @@ class NodeSettings:
     `max_running_requests` are the request slots (None: no limit), of which each of `pp_size` pipeline stages has its
     share. `preemption_threshold`: by how much more important a newcomer must be to put a running request back (None:
     never does). `new_token_ratio_percent`: the part of what is left of an output that is reserved at first.
-    `prefix_cache`: whether computed prompts are kept for others.
+    `prefix_cache`: whether computed prompts are kept for others. `ranks` are the pipeline ranks after the first, which
+    is the node itself: they replay what it decides.
     """
 
     page_size: int
@@ -46,11 +56,17 @@ class NodeSettings:
     preemption_threshold: int | None = None
     new_token_ratio_percent: int = USUAL_RATIO_PERCENT
     prefix_cache: bool = True
+    ranks: tuple[RankSettings, ...] = ()
 
     @property
     def pool_pages(self) -> int:
         """Whole pages in the pool, rounded down."""
         return self.pool_tokens // self.page_size
+
+    @property
+    def least_pool_pages(self) -> int:
+        """Whole pages of the smallest pool of all ranks: what no rank has, nobody can be promised."""
+        return min(of_rank(self, rank).pool_pages for rank in range(len(self.ranks) + 1))
 
     def needed_tokens(self, prompt_tokens: int, output: Output = USUAL_OUTPUT) -> int:
         """The one bound that entry and gate share: the most that a request's gate can ask of an empty pool.
@@ -68,7 +84,7 @@ class NodeSettings:
 
     def fits_empty_pool(self, prompt_tokens: int, output: Output = USUAL_OUTPUT) -> bool:
         """The entry asks what the gate will ask."""
-        return self.needed_tokens(prompt_tokens, output) < self.pool_pages * self.page_size
+        return self.needed_tokens(prompt_tokens, output) < self.least_pool_pages * self.page_size
 
     def most_new_tokens(self, prompt_tokens: int) -> int:
         """The longest output that a gate counts on: with more, it could ask for more than there is."""
@@ -85,7 +101,7 @@ class NodeSettings:
     @property
     def sound_presets(self) -> frozenset[str]:
         """Presets under which nothing may break on such a node."""
-        in_turn = self.mode == "prefill" and self.schedule_policy != "shortest-prefill-first"
+        in_turn = self.mode == "prefill" and self.schedule_policy != "shortest-prefill-first" and not self.ranks
         return SOUND_PRESETS if in_turn else SOUND_BESIDE_DECODE
 
     @property
@@ -97,3 +113,17 @@ class NodeSettings:
     @property
     def host_pages(self) -> int | None:
         return None if self.host_tokens is None else self.host_tokens // self.page_size
+
+
+@lru_cache(maxsize=256)
+def of_rank(node: NodeSettings, rank: int) -> NodeSettings:
+    """The settings of one rank alone; rank 0 is the node."""
+    if rank == 0:
+        return replace(node, ranks=()) if node.ranks else node
+    own = node.ranks[rank - 1]
+    return replace(
+        node,
+        ranks=(),
+        pool_tokens=node.pool_tokens if own.pool_tokens == "same" else own.pool_tokens,
+        host_tokens=node.host_tokens if own.host_tokens == "same" else own.host_tokens,
+    )

@@ -41,6 +41,7 @@ from kvledger.shrink_passes import (
     scaled,
     simpler_events,
     simpler_prompts,
+    simpler_ranks,
     simpler_rules,
 )
 from kvledger.shrink_worlds import small_worlds
@@ -232,6 +233,7 @@ _SIMPLIFYING: dict[str, Pass] = {
     "rules": one_at_a_time(simpler_rules),
     "drop events": one_at_a_time(fewer_events),
     "fewer limits": one_at_a_time(fewer_limits),
+    "simpler ranks": one_at_a_time(simpler_ranks),
     "simpler events": one_at_a_time(simpler_events),
     "simpler prompts": one_at_a_time(simpler_prompts),
     "reorder": one_at_a_time(reordered),

@@ -20,6 +20,7 @@ from kvledger.events import (
     Event,
     Finish,
     Hold,
+    Ranks,
     Release,
     Round,
     Submit,
@@ -27,7 +28,7 @@ from kvledger.events import (
 )
 from kvledger.request import USUAL_OUTPUT, Prompt
 from kvledger.rules import PRESETS, AccountingRules
-from kvledger.settings import NodeSettings
+from kvledger.settings import NodeSettings, RankSettings
 from kvledger.trace import Trace
 
 PLAIN_PREFILL: dict[str, Any] = {
@@ -36,7 +37,7 @@ PLAIN_PREFILL: dict[str, Any] = {
     if setting.name
     in (
         *("mode", "schedule_policy", "mixed_chunk", "max_running_requests", "pp_size"),
-        *("preemption_threshold", "new_token_ratio_percent", "prefix_cache"),
+        *("preemption_threshold", "new_token_ratio_percent", "prefix_cache", "ranks"),
     )
 }
 """What a node does beyond the simple case, switched off."""
@@ -46,6 +47,7 @@ LIMITS = tuple(
     name for name in NODE_SIZES if name not in ("page_size", "checkpoint_align", "pool_tokens", "host_tokens")
 )
 """Settings of which None means: no limit."""
+RANK_SIZES = tuple(setting.name for setting in fields(RankSettings))
 RULE_SIZES = ("checkpoint_align", "truncation_align", "continuation_limit", "chunk_grid")
 FEW = 12
 """Of up to so many events or sizes, pairs and triples are tried too."""
@@ -66,6 +68,7 @@ _WEIGHTS = {
 _LOCKED_WEIGHT = 2
 _SEGMENT_WEIGHT = 2
 _SHARED_WEIGHT = 1
+_APART_WEIGHT = 1
 # events of the same weight are sorted: what was there before the requests comes before them
 _PLACES = {
     kind: place
@@ -101,6 +104,8 @@ def shape_key(events: Sequence[Event]) -> Measure:
     names: dict[str, int] = {}
     for event in events:
         details: list[int] = []
+        reached = getattr(event, "ranks", None)
+        weight += _APART_WEIGHT * (reached is not None)
         match event:
             case Cached(tier, _, locked):
                 details = [int(locked), int(tier == "host")]
@@ -120,7 +125,7 @@ def shape_key(events: Sequence[Event]) -> Measure:
             for segment, _ in event.prompt.segments:
                 weight += _SHARED_WEIGHT * (segment in segments)
                 details.append(segments.setdefault(segment, len(segments)))
-        code.append((_PLACES[type(event)], *details))
+        code.append((_PLACES[type(event)], *details, *(() if reached is None else (-1, *reached))))
     return weight, tuple(code)
 
 
@@ -143,7 +148,12 @@ def _limits(node: NodeSettings) -> Measure:
     limited = tuple(name for name in LIMITS if getattr(node, name) is not None)
     limited += tuple(name for name, plain in PLAIN_PREFILL.items() if getattr(node, name) != plain)
     host = 0 if node.host_tokens == 0 else 1 if node.host_tokens is None else 2
-    return len(limited), host, limited
+    return len(limited), len(node.ranks), _own_sizes(node), host, limited
+
+
+def _own_sizes(node: NodeSettings) -> int:
+    """Sizes in which a pipeline's ranks are not like the first."""
+    return sum(getattr(rank, name) != "same" for rank in node.ranks for name in RANK_SIZES)
 
 
 # --- sizes, apart from what they are the sizes of
@@ -152,6 +162,7 @@ def _limits(node: NodeSettings) -> Measure:
 def sizes_of(trace: Trace) -> Sizes:
     """Every number of a trace that may shrink, in the order of `with_sizes`. A host of 0 is a switch, not a size."""
     sizes = [size for name in NODE_SIZES if (size := getattr(trace.node, name))]
+    sizes += [size for rank in trace.node.ranks for name in RANK_SIZES if _is_size(size := getattr(rank, name))]
     if isinstance(trace.rules, AccountingRules):
         sizes += [size for name in RULE_SIZES if isinstance(size := getattr(trace.rules, name), int)]
     for event in trace.events:
@@ -167,6 +178,10 @@ def sizes_of(trace: Trace) -> Sizes:
     return tuple(sizes)
 
 
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and value > 0
+
+
 def with_sizes(trace: Trace, sizes: Sizes) -> Trace | None:
     """The trace with other sizes; None where they do not fit each other."""
     if min(sizes) < 1:
@@ -178,6 +193,9 @@ def with_sizes(trace: Trace, sizes: Sizes) -> Trace | None:
         return None
     if node.get("chunked_prefill_size", page_size) < page_size:
         return None
+    ranks = tuple(_rank_resized(rank, rest) for rank in trace.node.ranks)
+    if any(isinstance(rank.pool_tokens, int) and rank.pool_tokens < page_size for rank in ranks):
+        return None
     rules: Any = trace.rules
     if isinstance(rules, AccountingRules):
         switches: dict[str, Any] = {name: next(rest) for name in RULE_SIZES if isinstance(getattr(rules, name), int)}
@@ -188,7 +206,12 @@ def with_sizes(trace: Trace, sizes: Sizes) -> Trace | None:
     if any(isinstance(event, Release) for event in events) and repaired(events) != events:
         return None
     settings: dict[str, Any] = {name: node.get(name, getattr(trace.node, name)) for name in NODE_SIZES}
-    return Trace(replace(trace.node, **settings), rules, events)
+    return Trace(replace(trace.node, ranks=ranks, **settings), rules, events)
+
+
+def _rank_resized(rank: RankSettings, rest: Iterator[int]) -> RankSettings:
+    sizes: dict[str, Any] = {name: next(rest) for name in RANK_SIZES if _is_size(getattr(rank, name))}
+    return replace(rank, **sizes)
 
 
 def _resized(event: Event, rest: Iterator[int]) -> Event:
@@ -198,12 +221,10 @@ def _resized(event: Event, rest: Iterator[int]) -> Event:
             if output.max_new_tokens > 1:
                 output = replace(output, max_new_tokens=next(rest))
             return Submit(request, prompt, output)
-        case Cached(tier, prompt, locked):
-            return Cached(tier, Prompt([(segment, next(rest)) for segment, _ in prompt.segments]), locked)
-        case Hold(name):
-            return Hold(name, next(rest))
-        case Release(name, int()):
-            return Release(name, next(rest))
+        case Cached(prompt=prompt):
+            return replace(event, prompt=Prompt([(segment, next(rest)) for segment, _ in prompt.segments]))
+        case Hold() | Release(tokens=int()):
+            return replace(event, tokens=next(rest))
         case _:
             return event
 
@@ -274,7 +295,7 @@ def _with_events(trace: Trace, events: Iterable[Event]) -> Trace:
 def repaired(events: Iterable[Event]) -> tuple[Event, ...]:
     """These events without those that refer to what is not there (any more)."""
     submitted: set[str] = set()
-    held: dict[str, int] = {}
+    held: dict[tuple[str, Ranks], int] = {}
     kept: list[Event] = []
     for event in events:
         match event:
@@ -282,12 +303,13 @@ def repaired(events: Iterable[Event]) -> tuple[Event, ...]:
                 submitted.add(request)
             case Transferred(request) | Finish(request) | Abort(request) if request not in submitted:
                 continue
-            case Hold(name, tokens):
-                held[name] = held.get(name, 0) + tokens
-            case Release(name, tokens):
-                if not held.get(name) or (tokens or 0) > held[name]:
+            case Hold(name, tokens, ranks):
+                held[name, ranks] = held.get((name, ranks), 0) + tokens
+            case Release(name, tokens, ranks):
+                of = [key for key in held if key[0] == name and held[key] and ranks in (None, key[1])]
+                if not of or (tokens or 0) > min(held[key] for key in of):
                     continue
-                held[name] = 0 if tokens is None else held[name] - tokens
+                held.update((key, 0 if tokens is None else held[key] - tokens) for key in of)
             case _:
                 pass
         kept.append(event)
@@ -324,14 +346,14 @@ def _simpler(event: Event, unused: str) -> Iterator[Event]:
         case Cached(tier, prompt, locked):
             yield Submit(unused, prompt)
             if locked:
-                yield Cached(tier, prompt)
-                yield Hold(unused, prompt.tokens)
-            yield Cached("host" if tier == "device" else "device", prompt)
+                yield replace(event, locked=False)
+                yield Hold(unused, prompt.tokens, event.ranks)
+            yield replace(event, tier="host" if tier == "device" else "device", locked=False)
         case Hold(_, tokens):
             yield Submit(unused, Prompt([(unused, tokens)]))
-            yield Cached("device", Prompt([(unused, tokens)]))
-        case Release(name, int()):
-            yield Release(name)
+            yield Cached("device", Prompt([(unused, tokens)]), ranks=event.ranks)
+        case Release(tokens=int()):
+            yield replace(event, tokens=None)
         case _:
             pass
 
@@ -374,7 +396,65 @@ def fewer_limits(trace: Trace) -> Iterator[Trace]:
         yield _plain_prefill(trace)
         changes += [{name: plain} for name, plain in PLAIN_PREFILL.items() if name != "mode"]
     for change in changes:
-        yield replace(trace, node=replace(node, **change))
+        yield replace(_reaching_all(trace) if "ranks" in change else trace, node=replace(node, **change))
+
+
+def simpler_ranks(trace: Trace) -> Iterator[Trace]:
+    """A rank less; one like rank 0, in all or in one size, or without a host; an event that reaches all, or one."""
+    ranks = trace.node.ranks
+    for index, rank in enumerate(ranks):
+        yield _without_rank(trace, index + 1)
+        likes = [
+            RankSettings(),
+            replace(rank, pool_tokens="same"),
+            replace(rank, host_tokens="same"),
+            replace(rank, host_tokens=0),
+        ]
+        for like in likes:
+            yield replace(trace, node=replace(trace.node, ranks=(*ranks[:index], like, *ranks[index + 1 :])))
+    for index, event in enumerate(trace.events):
+        reached: Ranks = getattr(event, "ranks", None)
+        for fewer in () if reached is None else (None, *(((rank,) for rank in reached) if len(reached) > 1 else ())):
+            changed = _on(event, fewer)
+            yield _with_events(trace, (*trace.events[:index], changed, *trace.events[index + 1 :]))
+
+
+def _on(event: Event, ranks: Ranks) -> Event:
+    """The event as it reaches these ranks; what always reaches all stays."""
+    match event:
+        case Cached() | Transferred() | Abort() | Hold() | Release():
+            return replace(event, ranks=ranks)
+        case _:
+            return event
+
+
+def _without_rank(trace: Trace, gone: int) -> Trace:
+    """The ranks after it move up; what reached it alone is gone with it."""
+    node = replace(trace.node, ranks=(*trace.node.ranks[: gone - 1], *trace.node.ranks[gone:]))
+    if not node.ranks:
+        return replace(_reaching_all(trace), node=node)
+    events: list[Event] = []
+    for event in trace.events:
+        reached: Ranks = getattr(event, "ranks", None)
+        if reached is None:
+            events.append(event)
+            continue
+        left = tuple(rank - (rank > gone) for rank in reached if rank != gone)
+        if left:
+            events.append(_on(event, left))
+    return _with_events(replace(trace, node=node), events)
+
+
+def _reaching_all(trace: Trace) -> Trace:
+    """The same events on every rank: those that only others than rank 0 saw are gone."""
+    events: list[Event] = []
+    for event in trace.events:
+        reached: Ranks = getattr(event, "ranks", None)
+        if reached is None:
+            events.append(event)
+        elif 0 in reached:
+            events.append(_on(event, None))
+    return _with_events(trace, events)
 
 
 def _plain_prefill(trace: Trace) -> Trace:
@@ -390,7 +470,8 @@ def _plain_prefill(trace: Trace) -> Trace:
                 events.append(Transferred(request))
             case _:
                 events.append(event)
-    return replace(trace, node=replace(trace.node, **PLAIN_PREFILL), events=tuple(events))
+    plain = _reaching_all(replace(trace, events=tuple(events)))
+    return replace(plain, node=replace(trace.node, **PLAIN_PREFILL))
 
 
 # --- passes over sizes
@@ -464,10 +545,10 @@ def normal_form(trace: Trace) -> Trace:
             case Submit(request, prompt, output):
                 name = requests.setdefault(request, letters(len(requests)).upper())
                 events.append(Submit(name, _renamed(prompt, segments), output))
-            case Cached(tier, prompt, locked):
-                events.append(Cached(tier, _renamed(prompt, segments), locked))
+            case Cached(prompt=prompt):
+                events.append(replace(event, prompt=_renamed(prompt, segments)))
             case Transferred(request) | Finish(request) | Abort(request):
-                events.append(type(event)(requests[request]))
+                events.append(replace(event, request=requests[request]))
             case Hold(name) | Release(name):
                 events.append(replace(event, name=holds.setdefault(name, f"H{len(holds) + 1}")))
             case _:

@@ -17,12 +17,25 @@ from importlib import resources
 from typing import Any
 
 from kvledger.arithmetic import ceil_pages
-from kvledger.events import Abort, Cached, Decode, Drain, Event, Finish, Hold, Release, Round, Submit, Transferred
+from kvledger.events import (
+    Abort,
+    Cached,
+    Decode,
+    Drain,
+    Event,
+    Finish,
+    Hold,
+    Ranks,
+    Release,
+    Round,
+    Submit,
+    Transferred,
+)
 from kvledger.request import Output, Prompt
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.saving import write_whole
 from kvledger.schema import Schema, Unusable, escaped, show, show_path
-from kvledger.settings import USUAL_RATIO_PERCENT, NodeSettings
+from kvledger.settings import USUAL_RATIO_PERCENT, NodeSettings, RankSettings
 
 FORMAT = "kvledger-trace/1"
 MAX_TOKENS = 2**28
@@ -172,7 +185,7 @@ def _integer(digits: str) -> int | Unusable:
 def _trace(document: dict[str, Any]) -> Trace:
     title = document.get("title", "")
     _check_text(title, "title")
-    node = NodeSettings(**document["node"])
+    node = _node(document["node"])
     _check_node(node)
     rules = document["rules"]
     if not isinstance(rules, str):
@@ -181,6 +194,11 @@ def _trace(document: dict[str, Any]) -> Trace:
     reader = _EventReader(node)
     events = tuple(reader.read(index, event) for index, event in enumerate(document["events"]))
     return Trace(node, rules, events, title, dict(document.get("expect", {})))
+
+
+def _node(document: dict[str, Any]) -> NodeSettings:
+    ranks = tuple(RankSettings(**rank) for rank in document.get("ranks", ()))
+    return NodeSettings(**{**document, "ranks": ranks})
 
 
 def _check_text(text: str, *path: int | str) -> None:
@@ -204,6 +222,7 @@ def _check_node(node: NodeSettings) -> None:
     if node.mixed_chunk and node.mode == "prefill":
         raise _MisfitError("a prefill node decodes nothing that could join a chunk", "node", "mixed_chunk")
     _check_decode(node)
+    _check_ranks(node)
 
 
 def _check_decode(node: NodeSettings) -> None:
@@ -219,6 +238,29 @@ def _check_decode(node: NodeSettings) -> None:
         raise _MisfitError(message, "node", "new_token_ratio_percent")
 
 
+NOT_BESIDE_RANKS = ("state_slots",)
+"""What a pipeline's ranks do not have here: a model of it would be a guess."""
+
+
+def _check_ranks(node: NodeSettings) -> None:
+    if not node.ranks:
+        return
+    if node.mode != "prefill":
+        raise _MisfitError(
+            'pipeline ranks are modelled on a prefill node only, not with "mode": "unified"', "node", "ranks"
+        )
+    for key in NOT_BESIDE_RANKS:
+        if getattr(node, key) is not None:
+            raise _MisfitError(f"pipeline ranks are not modelled beside {key}", "node", "ranks")
+    if node.pp_size not in (1, len(node.ranks) + 1):
+        message = f"{node.pp_size} stages are not the {len(node.ranks) + 1} ranks that the node has"
+        raise _MisfitError(message, "node", "pp_size")
+    for number, rank in enumerate(node.ranks):
+        if isinstance(rank.pool_tokens, int) and rank.pool_tokens < node.page_size:
+            message = f"{rank.pool_tokens} is below page_size {node.page_size}: the pool would not have one page"
+            raise _MisfitError(message, "node", "ranks", number, "pool_tokens")
+
+
 def _check_rules(rules: AccountingRules, page_size: int) -> None:
     for key in ("checkpoint_align", "truncation_align", "continuation_limit", "chunk_grid"):
         value = getattr(rules, key)
@@ -232,7 +274,7 @@ class _EventReader:
     def __init__(self, node: NodeSettings) -> None:
         self._node = node
         self._submitted_at: dict[str, int] = {}
-        self._held_tokens: dict[str, int] = {}
+        self._held_tokens: dict[tuple[str, int], int] = {}
         self._prompt_pages = 0
 
     def read(self, index: int, document: dict[str, Any]) -> Event:
@@ -244,7 +286,8 @@ class _EventReader:
     def _event(self, index: int, document: dict[str, Any]) -> Event:
         match document["event"]:
             case "cached":
-                return Cached(document["tier"], self._prompt(document["prompt"]), document.get("locked", False))
+                locked = document.get("locked", False)
+                return Cached(document["tier"], self._prompt(document["prompt"]), locked, self._ranks(document))
             case "submit":
                 request = self._new_request(document["request"], index)
                 return Submit(request, self._prompt(document["prompt"]), self._output(document))
@@ -255,18 +298,33 @@ class _EventReader:
                 return Decode()
             case "finish":
                 self._only_unified("event", '"finish"')
+                self._ranks(document)
                 return Finish(self._known_request(document["request"]))
             case "drain":
                 return Drain()
             case "transferred":
-                return Transferred(self._known_request(document["request"]))
+                return Transferred(self._known_request(document["request"]), self._ranks(document))
             case "abort":
-                return Abort(self._known_request(document["request"]))
+                return Abort(self._known_request(document["request"]), self._ranks(document))
             case "hold":
-                return self._hold(document["name"], document["tokens"])
+                return self._hold(document["name"], document["tokens"], self._ranks(document))
             case "release":
-                return self._release(document["name"], document.get("tokens"))
+                return self._release(document["name"], document.get("tokens"), self._ranks(document))
         raise AssertionError(f"the schema allows an event that is not read: {document['event']!r}")
+
+    def _ranks(self, document: dict[str, Any]) -> Ranks:
+        """The ranks that an event reaches, in order; None where it does not say, which is all of them."""
+        named = document.get("ranks")
+        if named is None:
+            return None
+        count = len(self._node.ranks) + 1
+        if not self._node.ranks:
+            raise _MisfitError(f"{named} needs ranks on the node, and this one has none", "ranks")
+        if max(named) >= count:
+            raise _MisfitError(f"{max(named)} is no rank of a node that has 0 to {count - 1}", "ranks")
+        if len(set(named)) < len(named):
+            raise _MisfitError(f"{named} names a rank twice", "ranks")
+        return tuple(sorted(named))
 
     def _prompt(self, pairs: list[list[Any]]) -> Prompt:
         for number, (segment, _) in enumerate(pairs):
@@ -309,24 +367,40 @@ class _EventReader:
             raise _MisfitError(f"{show(request)} is not submitted by any earlier event", "request")
         return request
 
-    def _hold(self, name: str, tokens: int) -> Hold:
+    def _reached(self, ranks: Ranks) -> tuple[int, ...]:
+        return ranks if ranks is not None else tuple(range(len(self._node.ranks) + 1))
+
+    def _hold(self, name: str, tokens: int, ranks: Ranks) -> Hold:
         _check_text(name, "name")
-        self._held_tokens[name] = self._held_tokens.get(name, 0) + tokens
-        return Hold(name, tokens)
+        for rank in self._reached(ranks):
+            self._held_tokens[name, rank] = self._held_tokens.get((name, rank), 0) + tokens
+        return Hold(name, tokens, ranks)
 
-    def _release(self, name: str, tokens: int | None) -> Release:
-        held_tokens = self._held_tokens.get(name, 0)
-        if held_tokens == 0:
-            raise _MisfitError(f"{show(name)} holds nothing here", "name")
-        if tokens is not None and tokens > held_tokens:
-            raise _MisfitError(f"{tokens} is more than the {held_tokens} that {show(name)} still holds", "tokens")
-        self._held_tokens[name] = 0 if tokens is None else held_tokens - tokens
-        return Release(name, tokens)
+    def _holding(self, name: str, ranks: Ranks) -> tuple[int, ...]:
+        """The named ranks; else those on which it holds any, or rank 0."""
+        if ranks is not None:
+            return ranks
+        return tuple(rank for rank in self._reached(None) if self._held_tokens.get((name, rank))) or (0,)
+
+    def _release(self, name: str, tokens: int | None, ranks: Ranks) -> Release:
+        for rank in self._holding(name, ranks):
+            on = "" if ranks is None else f" on rank {rank}"
+            held_tokens = self._held_tokens.get((name, rank), 0)
+            if held_tokens == 0:
+                raise _MisfitError(f"{show(name)} holds nothing here{on}", "name")
+            if tokens is not None and tokens > held_tokens:
+                message = f"{tokens} is more than the {held_tokens} that {show(name)} still holds{on}"
+                raise _MisfitError(message, "tokens")
+            self._held_tokens[name, rank] = 0 if tokens is None else held_tokens - tokens
+        return Release(name, tokens, ranks)
 
 
-def _unusual(values: NodeSettings | Output) -> dict[str, Any]:
+def _unusual(values: NodeSettings | RankSettings | Output) -> dict[str, Any]:
     """What is not left at its default."""
-    return {key.name: value for key in fields(values) if (value := getattr(values, key.name)) != key.default}
+    unusual = {key.name: value for key in fields(values) if (value := getattr(values, key.name)) != key.default}
+    if "ranks" in unusual:
+        unusual["ranks"] = [_unusual(rank) for rank in unusual["ranks"]]
+    return unusual
 
 
 def _rules_document(rules: AccountingRules) -> dict[str, Any]:
@@ -337,6 +411,11 @@ def _rules_document(rules: AccountingRules) -> dict[str, Any]:
 
 
 def _event_document(event: Event) -> dict[str, Any]:
+    ranks = getattr(event, "ranks", None)
+    return _bare_document(event) | ({} if ranks is None else {"ranks": list(ranks)})
+
+
+def _bare_document(event: Event) -> dict[str, Any]:
     match event:
         case Cached(tier, prompt, locked):
             document = {"event": "cached", "tier": tier, "prompt": [list(pair) for pair in prompt.segments]}

@@ -8,14 +8,17 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 from kvledger.adder import PrefillAdder
+from kvledger.follower import ReplayingRank
 from kvledger.ledger import MemoryLedger
 from kvledger.node import PrefillNode, Watcher
+from kvledger.pipeline import LeastMemory, PipelineNode
 from kvledger.pool import PagePool
 from kvledger.radix import PrefixTree
 from kvledger.replay import TargetFactory
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.settings import FIRST_TOKEN, NodeSettings
 from kvledger.testing.moves import NODE_SPACE, Space
+from kvledger.testing.rank_moves import RANK_SPACE
 from kvledger.testing.unified_moves import UNIFIED_SPACE
 from kvledger.unified import UnifiedNode
 from kvledger.unified_adder import UnifiedAdder
@@ -109,6 +112,8 @@ def mutant(*killers: str, **traits: Any) -> Callable[[Part], Part]:
         wrong = " ".join(part.__doc__.split())
         if issubclass(part, (UnifiedNode, UnifiedAdder)):
             traits.setdefault("space", UNIFIED_SPACE)
+        if issubclass(part, (PipelineNode, ReplayingRank, LeastMemory)):
+            traits.setdefault("space", RANK_SPACE)
         MUTANTS[name] = Mutant(name=name, wrong=wrong, killers=frozenset(killers), build=node_of(part), **traits)
         return part
 
@@ -117,6 +122,10 @@ def mutant(*killers: str, **traits: Any) -> Callable[[Part], Part]:
 
 def node_of(part: type) -> TargetFactory:
     """A node with this part in its place."""
+    if issubclass(part, ReplayingRank):
+        return type(f"PipelineWith{part.__name__}", (PipelineNode,), {"rank_type": part})
+    if issubclass(part, LeastMemory):
+        return type(f"PipelineWith{part.__name__}", (PipelineNode,), {"view_type": part})
     if issubclass(part, PrefillNode):
         return part
     if issubclass(part, UnifiedAdder):

@@ -36,14 +36,17 @@ ORDER = (
         "node",
         "unified_adder",
         "unified",
+        "pipeline",
     ),
     *("events", "trace", "replay", "evidence", "invariants", "monitor", "shrink", "diagnose", "compare"),
 )
 # A helper stands just left of the one module that may import it, among its siblings in this order.
 HELPERS = {
+    "follower": "pipeline",
     "checks_decision": "invariants",
     "checks_decode": "invariants",
     "checks_queue": "invariants",
+    "checks_ranks": "invariants",
     "checks_state": "invariants",
     "saving": "trace",
     "schema": "trace",

@@ -14,6 +14,8 @@ OFF = {
     "chunk_grid": None,
     "on_shortage": "force",
     "decode_yields": True,
+    "rank_view": "least",
+    "replay_gate": "follow",
 }
 
 

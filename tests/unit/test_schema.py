@@ -102,7 +102,8 @@ def assert_defaults(properties: Any, kind: type) -> None:
     """A key that may be left out says what it then is, unless that is nothing at all."""
     for each in fields(kind):
         if each.default is not MISSING:
-            assert properties[each.name].get("default") == each.default, each.name
+            default = list(each.default) if isinstance(each.default, tuple) else each.default
+            assert properties[each.name].get("default") == default, each.name
 
 
 def limits_of(schema: Any) -> Iterator[tuple[str, int]]:
@@ -121,6 +122,9 @@ def test_limits_are_the_decided_ones():
         ("maximum", 2**28),
         ("maximum", 65_536),
         ("maximum", 100),
+        ("maximum", 63),
+        ("maxItems", 63),
+        ("maxItems", 64),
         ("maxLength", 65_536),
         ("maxItems", 65_536),
         ("maxItems", 1_000_000),

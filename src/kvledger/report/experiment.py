@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kvledger.events import Cached, Event, Hold, Submit
 from kvledger.replay import STEPS
+from kvledger.report.ranks import on_ranks, ranks_words
 from kvledger.request import USUAL_OUTPUT, Output
 from kvledger.rules import AccountingRules
 from kvledger.settings import NodeSettings
@@ -77,8 +78,9 @@ def _beyond_prefill(node: NodeSettings) -> str:
     """What a node has that a plain prefill node has not."""
     usual = {field.name: field.default for field in fields(node)}
     names = list(usual)[list(usual).index("host_tokens") + 1 :]  # state slots, and all that decode brings
+    names.remove("ranks")
     told = ((name.replace("_", " "), getattr(node, name)) for name in names if getattr(node, name) != usual[name])
-    return "".join(f", {words} {str(value).lower()}" for words, value in told)
+    return "".join(f", {words} {str(value).lower()}" for words, value in told) + ranks_words(node)
 
 
 def switches(rules: AccountingRules) -> str:
@@ -106,11 +108,11 @@ def found_at_start(events: Iterable[Event]) -> Mapping[str, list[Sized]]:
         match event:
             case _ if isinstance(event, STEPS):
                 break
-            case Cached(tier, prompt, locked):
-                what = f"cached on the {tier}{', locked' if locked else ''}"
+            case Cached(tier, prompt, locked, ranks):
+                what = f"cached on the {tier}{', locked' if locked else ''}{on_ranks(ranks)}"
                 found.setdefault(what, []).append(Sized(prompt.segments[-1][0], prompt.tokens))
-            case Hold(name, tokens):
-                found.setdefault("held", []).append(Sized(name, tokens))
+            case Hold(name, tokens, ranks):
+                found.setdefault(f"held{on_ranks(ranks)}", []).append(Sized(name, tokens))
             case Submit(request, prompt, output):
                 found.setdefault("submitted", []).append(Sized(request, prompt.tokens, output))
     return found

@@ -72,7 +72,8 @@ def _promise_parts(diagnosis: Diagnosis, promise: BrokenPromise) -> Iterator[tup
 
 
 def _promised(promise: BrokenPromise) -> str:
-    return f"{named(promise.request)}'s {promise.kind} of {counted(promise.tokens, 'token')}"
+    on = f" on rank {promise.rank}" if promise.rank else ""
+    return f"{named(promise.request)}'s {promise.kind} of {counted(promise.tokens, 'token')}{on}"
 
 
 def _made_by(outcome: Outcome, promise: BrokenPromise) -> str:

@@ -99,7 +99,8 @@ def _headline(outcome: Outcome) -> Words:
 
 def failure_words(failure: AllocationFailure) -> Words:
     """Who asked for how much, and what there was."""
-    figures = f" wanted {counted(failure.wanted, 'token')}; free {failure.free}, evictable {failure.evictable}"
+    on = f" on rank {failure.rank}" if failure.rank else ""
+    figures = f" wanted {counted(failure.wanted, 'token')}{on}; free {failure.free}, evictable {failure.evictable}"
     return [Name(failure.request) if failure.known else failure.request, figures]
 
 
@@ -108,7 +109,7 @@ def failure_words(failure: AllocationFailure) -> Words:
 
 def _lead(promise: BrokenPromise, spent: Sequence[Spending], outcome: Outcome) -> Words:
     words: list[str | Name] = [Name(promise.request), f"'s {promise.kind} of {counted(promise.tokens, 'token')}, "]
-    words.append(f"promised in round {promise.round}, ")
+    words.append(f"promised in round {promise.round}, {f'on rank {promise.rank} ' if promise.rank else ''}")
     decoded = decoded_since(outcome, promise.round)
     if not spent and decoded:
         return [*words, "was spent by requests that decode: ", *_names(decoded), "."]

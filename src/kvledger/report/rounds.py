@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvledger.adder import AddReqResult
 from kvledger.events import Submit
 from kvledger.ledger import Due, Promise
-from kvledger.record import AllocationFailure, Decision, RoundRecord
+from kvledger.record import AllocationFailure, Decision, RankRound, RoundRecord
 from kvledger.replay import Broken, Outcome
 from kvledger.report.experiment import size_word
 from kvledger.report.plain import counted, named, padded, plain, width, wrapped
@@ -121,6 +121,8 @@ def round_lines(record: RoundRecord, broken: Sequence[Broken], layout: Layout) -
     if record.failure is not None:
         lines += wrapped(f"  OUT OF MEMORY: {failure_words(record.failure)}", 12)
     lines += wrapped(f"  after     {_after(record, layout.host)}", 12)
+    for rank in record.ranks:
+        lines += wrapped(f"  rank {rank.rank:<4} {rank_words(rank, record)}", 12)
     if broken:
         lines += wrapped(f"  BROKEN    {', '.join(each.invariant for each in broken)}", 12)
     return lines
@@ -291,9 +293,25 @@ def _after(record: RoundRecord, host: bool) -> str:
     return "; ".join(words)
 
 
+def rank_words(rank: RankRound, record: RoundRecord) -> str:
+    """What a replaying rank has left, and what it ran where that is not what was decided."""
+    decided = tuple((decision.request, decision.start, decision.end) for decision in record.joined)
+    words = [f"free {rank.free}, evictable {rank.evictable}, protected {rank.protected}"]
+    if rank.ran != decided:
+        ran = ", ".join(f"{named(request)} {start}..{end}" for request, start, end in rank.ran[:REQUESTS_LISTED])
+        words.append(f"ran {ran or 'nothing'}")
+    moves = (
+        ("evicted", rank.evicted_pages),
+        ("dropped by the host", rank.dropped_pages),
+        ("shared", rank.shared_pages),
+    )
+    return "; ".join([*words, *(f"{counted(pages, 'page')} {what}" for what, pages in moves if pages)])
+
+
 def failure_words(failure: AllocationFailure) -> str:
     """Who asked for how much, and what there was."""
+    on = f" on rank {failure.rank}" if failure.rank else ""
     return (
-        f"{named(failure.request)} wanted {counted(failure.wanted, 'token')}; free {failure.free}, evictable "
+        f"{named(failure.request)} wanted {counted(failure.wanted, 'token')}{on}; free {failure.free}, evictable "
         f"{failure.evictable}"
     )

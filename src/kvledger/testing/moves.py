@@ -155,9 +155,8 @@ class World:
         return f"r{self._names}"
 
     def spare_pages(self, snapshot: Snapshot) -> int:
-        """Pages that nobody admitted needs: what an outsider may take without breaking anybody's promise."""
-        needed_pages = sum(needed_pages_of(request, snapshot.page_size) for request in snapshot.live)
-        return snapshot.baseline_pages - needed_pages
+        """Pages that nobody admitted needs: what an outsider may take, on any rank, without breaking a promise."""
+        return min(spare_pages(rank) for rank in (snapshot, *snapshot.ranks))
 
     def room_tokens(self) -> int:
         """The largest cold prompt that the gate would let in behind those who wait already, in tokens."""
@@ -170,7 +169,7 @@ class World:
 
     def largest_tokens(self) -> int:
         """The largest prompt that the entry accepts, in tokens."""
-        return self.settings.pool_pages * self.settings.page_size - self._gate_slack() - 1
+        return self.settings.least_pool_pages * self.settings.page_size - self._gate_slack() - 1
 
     def gap_tokens(self) -> int:
         """Chunk budget that the next round will have left once those before have run, cut where the grid cuts them."""
@@ -210,6 +209,11 @@ class World:
     def budget_tokens(self) -> int:
         """The chunk budget of a round, or with chunking off half the pool."""
         return self.settings.chunked_prefill_size or self.settings.pool_tokens // 2
+
+
+def spare_pages(snapshot: Snapshot) -> int:
+    """Pages of one rank that nobody admitted needs."""
+    return snapshot.baseline_pages - sum(needed_pages_of(request, snapshot.page_size) for request in snapshot.live)
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +357,7 @@ def cache(world: World, tier: int, pick: int, fresh: int, landmark: int, step: i
     kind: Tier = "host" if tier < 6 else "device"
     locked = tier == 9
     spare_pages = world.spare_pages(snapshot)
-    limit_pages = spare_pages if locked else min(spare_pages, snapshot.baseline_pages)
+    limit_pages = spare_pages if locked else min(spare_pages, snapshot.least_baseline_pages)
     limit = max(0, limit_pages) * world.settings.page_size if kind == "device" else world.settings.pool_tokens
     tokens = LONG.tokens(world, landmark, step, max(1, limit))
     if fresh or not world.documents:
