@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvledger.events import Abort, Event, Release, Round, Transferred
-from kvledger.evidence import needed_pages_of
+from kvledger.events import Abort, Event, Release, Round, Transferred, Unpin
+from kvledger.evidence import coming_pages, needed_pages_of
 from kvledger.monitor import InvariantMonitor
 from kvledger.record import Decision, RoundRecord, Snapshot
 from kvledger.replay import Outcome, Stuck, Target, TargetFactory, replay
@@ -38,7 +38,7 @@ class Moment:
     @property
     def gives_back(self) -> bool:
         """The environment may have returned slots."""
-        return isinstance(self.event, Transferred | Release | Abort)
+        return isinstance(self.event, Transferred | Release | Abort | Unpin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class Witness(InvariantMonitor):
         after = self.evidence.after
         needs = tuple((each.rid, needed_pages_of(each, after.page_size)) for each in after.live if not each.in_flight)
         self.moments.append(
-            Moment(len(self.steps), self._round, decision, event, after.baseline_pages, self._leaked_pages, needs)
+            Moment(len(self.steps), self._round, decision, event, coming_pages(after), self._leaked_pages, needs)
         )
 
     def _count_leaks(self) -> None:

@@ -5,6 +5,7 @@ It is the ledger that is on trial, so what is needed is counted from the request
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
@@ -45,6 +46,9 @@ class Evidence:
     on by now; `mixed_tokens` of decode in this round's batch; the `queue` as it was when the round began, how much of
     each prompt in it was cached then (`matched`, where the order asks and the target tells) and who was `put_back` for
     the next candidate; `decided`, what the node looked like before it decoded. `joins` numbers those who began to.
+
+    Of faults: `late` loads that were armed, each request's in rounds, the round before which what was loaded must not
+    be used (`arrives`), and whether the node is `paused`. `round` is the one that is being run, or was last.
     """
 
     settings: NodeSettings
@@ -68,6 +72,10 @@ class Evidence:
     put_back: list[PutBack] = field(default_factory=list)
     joins: dict[str, int] = field(default_factory=dict)
     decided: Snapshot | None = None
+    late: dict[str, list[int]] = field(default_factory=dict)
+    arrives: dict[str, int] = field(default_factory=dict)
+    paused: bool = False
+    round: int = 0
 
     @property
     def page_size(self) -> int:
@@ -81,6 +89,19 @@ class Evidence:
 def needed_pages_of(request: LiveRequest, page_size: int) -> int:
     """Pages that an admitted request has yet to allocate to finish its prefill; one that decodes may have more."""
     return 0 if request.decoding else max(0, ceil_pages(request.prompt_tokens, page_size) - len(request.pages))
+
+
+def coming_pages(s: Snapshot) -> int:
+    """What can be given to those who were admitted: a page that only a write-back locks comes back, and they can wait
+    for it."""
+    return s.baseline_pages + len(s.written_back)
+
+
+def standing(decisions: Iterable[Decision]) -> list[Decision]:
+    """Those that promise something now: a request whose load is there and that runs was promised a load before."""
+    decisions = list(decisions)
+    run = {d.request for d in decisions if d.joined}
+    return [d for d in decisions if d.kind != "loading" or d.request not in run]
 
 
 def output_tokens(e: Evidence, rid: str) -> int:
@@ -103,6 +124,8 @@ def owed_tokens(e: Evidence, decision: Decision) -> tuple[int, int]:
     output = output_tokens(e, decision.request)
     if decision.kind == "deferred":
         return 0, ceil_tokens(decision.tail_tokens, e.page_size) + output
+    if decision.kind == "loading":
+        return 0, ceil_tokens(decision.tail_tokens, e.page_size) + output if e.rules.reserve_tail else 0
     now = ceil_tokens(decision.tokens, e.page_size) + e.page_size
     if not decision.tail_tokens:
         return now, output
@@ -131,7 +154,7 @@ def decode_tokens(e: Evidence, snapshot: Snapshot, *, only: str | None = None) -
 
 def gate_tokens(e: Evidence, decision: Decision) -> tuple[int, Tokens]:
     """What the gate asks for a candidate, and what remains for it, both counted from the batch and the pages."""
-    owed = sum(sum(owed_tokens(e, d)) for d in e.earlier) + sum(decode_tokens(e, e.before))
+    owed = sum(sum(owed_tokens(e, d)) for d in standing(e.earlier)) + sum(decode_tokens(e, e.before))
     left = e.before.baseline_pages * e.page_size - decision.newly_locked_tokens - owed
     need = decision.prompt_tokens - decision.prefix_tokens + output_tokens(e, decision.request) + e.page_size
     return need, left

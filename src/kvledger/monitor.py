@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from fractions import Fraction
 
 from kvledger.decode import NewTokenRatio
-from kvledger.events import Abort, Event, Finish, Submit, Transferred
+from kvledger.events import Abort, Event, Fault, Finish, Pause, Resume, Submit, Transferred
 from kvledger.evidence import Evidence, PutBack
 from kvledger.invariants import INVARIANTS, Invariant
 from kvledger.node import PrefillNode
@@ -85,15 +85,28 @@ class InvariantMonitor(Monitor):
 
     def after_decision(self, decision: Decision) -> None:
         self._look()
-        self._round = self._rounds_ended + 1
+        self.evidence.round = self._round = self._rounds_ended + 1
         self._ask("decision", decision)
+        if decision.kind == "loading" and decision.load_back:
+            self._begins_to_load(decision)
         self.evidence.earlier.append(decision)
         self.evidence.put_back = []
+
+    def _begins_to_load(self, decision: Decision) -> None:
+        e, rid = self.evidence, decision.request
+        e.computed[rid] = decision.start
+        armed = e.late.get(rid)
+        if armed:
+            e.arrives[rid] = e.round + armed.pop(0)
+            if not armed:
+                del e.late[rid]
 
     def after_round(self, record: RoundRecord) -> None:
         self._open_round()
         self._count_output(record)
         self.evidence.departed = ""
+        for rid in record.withdrawn:
+            self._gave_up(rid, "between the decision about it and its allocation")
         self.evidence.decided = self.evidence.after
         self._look()
         self._round = self._rounds_ended = record.round
@@ -181,15 +194,23 @@ class InvariantMonitor(Monitor):
                 e.unserved.discard(rid)
                 e.departed = f"{rid} was finished"
             case Abort(request=rid):
-                e.computed.pop(rid, None)
-                e.unserved.discard(rid)
-                e.ended.add(rid)
-                e.departed = f"{rid} was aborted"
+                self._gave_up(rid)
+            case Fault(kind="load-late", request=rid, amount=int(rounds)):
+                e.late.setdefault(rid, []).append(rounds)
+            case Pause() | Resume():
+                e.paused = isinstance(event, Pause)
             case Transferred(request=rid) if e.settings.mode == "prefill" and any(
                 r.rid == rid and r.in_flight for r in e.after.live
             ):
                 e.ended.add(rid)
                 e.departed = f"{rid} was transferred"
+
+    def _gave_up(self, rid: str, when: str = "") -> None:
+        e = self.evidence
+        e.computed.pop(rid, None)
+        e.unserved.discard(rid)
+        e.ended.add(rid)
+        e.departed = f"{rid} was aborted {when}".rstrip()
 
     def _look(self) -> None:
         self.evidence.after = ask(self._target.snapshot)

@@ -12,7 +12,7 @@ from typing import Literal
 from kvledger.adder import AddReqResult
 from kvledger.ledger import Promise
 
-DecisionKind = Literal["whole", "truncated", "resumed", "deferred", "refused"]
+DecisionKind = Literal["whole", "truncated", "resumed", "deferred", "loading", "refused"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,8 @@ class Decision:
     [start, end) is the chunk (empty for a refusal); `prefix_tokens` the device hit, of which `newly_locked_tokens`
     were evictable until this request's lock; `load_back` what was copied up from the host at once. `no_slot`: it is a
     state slot that the refused one lacks, not tokens. `output_tokens`: what the gate counts on of its output.
+    "loading" is admitted and runs when its load is there: with a `load_back` in the round that admits it, without one
+    in each later one. `faults` are the kinds that struck while it was decided.
     """
 
     request: str
@@ -35,6 +37,7 @@ class Decision:
     reason: AddReqResult | None = None
     forced: bool = False
     no_slot: bool = False
+    faults: tuple[str, ...] = ()
     output_tokens: int = 1
     baseline: int
     rem_total_tokens: int
@@ -52,8 +55,13 @@ class Decision:
 
     @property
     def joined(self) -> bool:
-        """It is part of this round's batch."""
+        """It is to be part of this round's batch."""
         return self.kind in ("whole", "truncated", "resumed")
+
+    @property
+    def from_queue(self) -> bool:
+        """It was waiting until this decision."""
+        return self.kind in ("whole", "truncated", "refused") or (self.kind == "loading" and self.load_back > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +91,8 @@ class RoundRecord:
     In this round so many pages left the device, left the host, and were found to be cached already when inserted.
     Requests that `decoded` took a token, `finished` their output, were `retracted` while they decoded (those of them
     that were `preempted` made way for a more important one), had their admitted prefill `rolled_back`, or wait for a
-    copy that goes on after the round (`loading`). `aborted` ones could not go on, each with the reason.
+    copy that goes on after the round (`loading`). `aborted` ones could not go on, each with the reason. `struck` are
+    the faults that did, each with its request.
     """
 
     round: int
@@ -109,10 +118,18 @@ class RoundRecord:
     loading: tuple[str, ...] = ()
     preempted: tuple[str, ...] = ()
     aborted: tuple[tuple[str, str], ...] = ()
+    struck: tuple[tuple[str, str], ...] = ()
 
     @property
     def joined(self) -> tuple[Decision, ...]:
-        return tuple(decision for decision in self.decisions if decision.joined)
+        """What ran in the batch."""
+        gone = self.withdrawn
+        return tuple(each for each in self.decisions if each.joined and each.request not in gone)
+
+    @property
+    def withdrawn(self) -> tuple[str, ...]:
+        """Requests that were given up between the decision about them and its allocation."""
+        return tuple(rid for kind, rid in self.struck if kind == "abort-decided") if self.struck else ()
 
     @property
     def refused(self) -> tuple[Decision, ...]:
@@ -158,7 +175,8 @@ class Snapshot:
     """Every page of the pool by identity, and every live request. `never_used` pages are free too.
 
     Of the host tier it has a count and, through `clock`, whether any page of either tier was used: a host may be a
-    hundred times the pool. `open_promises` were due in the last round and were not settled by an allocation.
+    hundred times the pool. `open_promises` were due in the last round and were not settled by an allocation. Only
+    pins, which somebody will take away again, protect the `written_back` pages.
     """
 
     page_size: int
@@ -172,6 +190,7 @@ class Snapshot:
     host_pages: int = 0
     clock: int = 0
     open_promises: tuple[Promise, ...] = field(default=())
+    written_back: tuple[int, ...] = ()
 
     def pages(self) -> tuple[PageView, ...]:
         """The cached pages as named fields; the search reads the bare tuples, which are much cheaper to make."""

@@ -14,13 +14,20 @@ from kvledger.events import (
     Decode,
     Drain,
     Event,
+    Fault,
+    Faulty,
     Finish,
     Hold,
+    Pause,
+    Pin,
     Release,
+    Resume,
     Round,
     Submit,
     Transferred,
+    Unpin,
 )
+from kvledger.faults import FAULT_AMOUNTS, FaultKind
 from kvledger.node import PrefillNode, Watcher
 from kvledger.pool import OutOfPages
 from kvledger.record import AllocationFailure, Decision, RoundRecord, Snapshot
@@ -45,8 +52,8 @@ class Target(Protocol):
     (an admitted prefill may be rolled back and begin again), `hybrid` (layers with page tables of their own).
 
     An attribute `features`, where there is one, names what it models beyond plain prefill: `unified` (decode beside
-    prefill: `submit` takes an Output as well, and there are `run_decode` and `finish`), `mixed_chunk`, and schedule
-    policies. A trace that asks for more is bad input. `foreign`, if true, says that the code behind it is somebody
+    prefill: `submit` takes an Output as well, and there are `run_decode` and `finish`), `mixed_chunk`, schedule
+    policies, and `faults` (see FaultyTarget). A trace that asks for more is bad input. `foreign`, if true, says that the code behind it is somebody
     else's: what it raises is a finding (`never-raises`), not a fault of ours.
 
     `ignores`, where there is one, names what it does nothing with, which is then neither drawn nor blamed: `rules` (no
@@ -88,6 +95,19 @@ class UnifiedTarget(Target, Protocol):
     def finish(self, rid: str) -> None:
         """A running request's output ends now; nothing happens to any other."""
         ...
+
+
+class FaultyTarget(Target, Protocol):
+    """A target that models faults. A round that is paused is in its records all the same."""
+
+    def fault(self, kind: FaultKind, rid: str, amount: int | None = None) -> None:
+        """Arm a fault for a request; it strikes at the next occasion, once."""
+        ...
+
+    def pin(self, name: str, prompt: Prompt) -> None: ...
+    def unpin(self, name: str) -> None: ...
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
 
 
 TargetFactory = Callable[[NodeSettings, AccountingRules, Watcher], Target]
@@ -212,12 +232,14 @@ def _violation(kind: str, round_number: int, facts: AllocationFailure | Stuck) -
     }
 
 
-DECODE_FACTS = ("decoded", "finished", "retracted", "preempted", "rolled_back", "loading")
+ROUND_FACTS = ("decoded", "finished", "retracted", "preempted", "rolled_back", "loading")
 
 
 def round_document(record: RoundRecord) -> dict[str, Any]:
-    """A round in the outcome's JSON form; what only decode or late loads bring is there if it happened."""
-    told: dict[str, Any] = {name: list(requests) for name in DECODE_FACTS if (requests := getattr(record, name))}
+    """A round in the outcome's JSON form; what only decode or faults bring is there if it happened."""
+    told: dict[str, Any] = {name: list(requests) for name in ROUND_FACTS if (requests := getattr(record, name))}
+    if record.struck:
+        told["struck"] = [{"fault": kind, "request": request} for kind, request in record.struck]
     if record.aborted:
         told["aborted"] = [{"request": request, "reason": reason} for request, reason in record.aborted]
     return told | {
@@ -286,6 +308,26 @@ def _check_modelled(settings: NodeSettings, target: Target) -> None:
         if feature is not None and feature not in features:
             value = "true" if key == "mixed_chunk" else f'"{feature}"'
             raise UnmodelledError(f"node.{key}", f"{value} is not modelled by this target")
+
+
+def _event_word(event: Faulty) -> str:
+    return type(event).__name__.lower()
+
+
+def _faulty_words(event: Faulty) -> tuple[str, str, int | None]:
+    """What happened, to whom, and how many tokens or rounds."""
+    match event:
+        case Fault(kind, rid, amount):
+            unit = FAULT_AMOUNTS.get(kind)
+            return f"armed {kind}{f' ({amount} {unit})' if unit else ''}:", rid, None
+        case Pin(name, prompt):
+            return "pinned", f"{prompt.segments[-1][0]} by {name}", prompt.tokens
+        case Unpin(name):
+            return "unpinned", name, None
+        case Pause():
+            return "paused", "the node", None
+        case Resume():
+            return "resumed", "the node", None
 
 
 @contextmanager
@@ -370,6 +412,9 @@ class Replay:
         self.crashed = False
         self.prompts: dict[str, Prompt] = {}
         self.outputs: dict[str, Output] = {}
+        self.pins: list[str] = []
+        self.paused = False
+        self._late_rounds = 0
 
     @property
     def dead(self) -> bool:
@@ -391,6 +436,9 @@ class Replay:
         self.crashed = True
 
     def _let_happen(self, event: Event) -> None:
+        if isinstance(event, Faulty) and "faults" not in getattr(self.target, "features", ()):
+            word = _event_word(event)
+            raise UnmodelledError("event", f'"{word}" is not modelled by this target')
         if not isinstance(event, STEPS):
             self.outcome.happenings.append(self._happening(event))
         match event:
@@ -411,6 +459,8 @@ class Replay:
                 ask(self.target.abort, rid)
             case Cached() | Hold() | Release():
                 self._environment(event)
+            case Fault() | Pin() | Unpin() | Pause() | Resume():
+                self._go_wrong(event)
         if not isinstance(event, STEPS):
             self.monitor.after_event(event)
 
@@ -433,6 +483,8 @@ class Replay:
                 return Happening(rounds, "held", name, tokens)
             case Release(name=name, tokens=released):
                 return Happening(rounds, "released", name, released)
+            case Fault() | Pin() | Unpin() | Pause() | Resume():
+                return Happening(rounds, *_faulty_words(event))
         raise AssertionError(f"{event} is a round, not something between rounds")
 
     @property
@@ -468,6 +520,23 @@ class Replay:
             field_name = "prompt" if isinstance(event, Cached) else "tokens"
             raise EventError(field_name, str(raised.error)) from raised.error
 
+    def _go_wrong(self, event: Faulty) -> None:
+        target = cast(FaultyTarget, self.target)
+        match event:
+            case Fault(kind, rid, amount):
+                ask(target.fault, kind, rid, amount)
+                if kind == "load-late":
+                    self._late_rounds += amount or 0
+            case Pin(name, prompt):
+                ask(target.pin, name, prompt)
+                self.pins += [name] if name not in self.pins else []
+            case Unpin(name):
+                ask(target.unpin, name)
+                self.pins = [each for each in self.pins if each != name]
+            case Pause() | Resume():
+                ask(target.pause if isinstance(event, Pause) else target.resume)
+                self.paused = isinstance(event, Pause)
+
     def _round(self) -> RoundRecord:
         self.monitor.before_round()
         return self._ran(ask(self.target.run_round))
@@ -479,7 +548,10 @@ class Replay:
         return record
 
     def _drain(self) -> None:
-        """The worst environment that is still fair: transfers complete only when a round admitted nothing."""
+        """The worst environment that is still fair: transfers complete only when a round admitted nothing, nothing is
+        pinned for ever, and nobody stands still."""
+        for event in (*map(Unpin, self.pins), *([Resume()] if self.paused else [])):
+            self._let_happen(event)
         bound = self._drain_bound_rounds()
         for _ in range(bound):
             if not self._has_work:
@@ -487,7 +559,7 @@ class Replay:
             record = self._round()
             if self.dead:
                 return
-            told = (record.joined, record.decoded, record.finished, record.aborted, record.loading)
+            told = (record.joined, record.decoded, record.finished, record.aborted, record.loading, record.withdrawn)
             sent_back = record.retracted or record.rolled_back
             if not any(told) and not self._transfer_all() and not sent_back and self._has_work:
                 self._stick(record, "a round admitted nothing and nothing is in flight")
@@ -509,7 +581,7 @@ class Replay:
         Where requests are sent back to the queue each may have to begin again behind every other one.
         """
         pages = sum(ceil_pages(prompt.tokens, self.settings.page_size) for prompt in self.prompts.values())
-        bound = 2 * pages + 3 * len(self.prompts) + 1
+        bound = 2 * pages + 3 * len(self.prompts) + self._late_rounds + 1
         if self.settings.mode == "prefill" and "optimistic" not in self.target.capabilities:
             return bound
         return (bound + sum(output.max_new_tokens for output in self.outputs.values())) * (len(self.prompts) + 1)

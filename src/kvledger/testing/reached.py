@@ -23,6 +23,10 @@ from kvledger.monitor import InvariantMonitor
 from kvledger.record import Decision, RoundRecord
 from kvledger.replay import Outcome, Stuck, Target
 from kvledger.rules import AccountingRules
+from kvledger.testing import reached_faults
+
+PARTS = (reached_faults,)
+"""Modules of the parts that a node may have beyond a plain one: their BRANCHES, and who met them."""
 
 BRANCHES: tuple[str, ...] = (
     "resumed to its end",
@@ -95,9 +99,13 @@ _ONLY_WITH_COARSE_GRID = frozenset(
 )
 
 
-def expected_branches(rules: AccountingRules, *, sound: bool, decode: bool = False) -> tuple[str, ...]:
-    """The branches that a search under these rules must have reached to prove anything; `decode`: beside decode,
-    where those of prefill are not asked for once more."""
+def expected_branches(
+    rules: AccountingRules, *, sound: bool, decode: bool = False, parts: bool = False
+) -> tuple[str, ...]:
+    """The branches that a search under these rules must have reached to prove anything; `decode`: beside decode, or
+    `parts`: of a swarm over parts, where those of a plain prefill node are not asked for once more."""
+    if parts:
+        return tuple(branch for part in PARTS for branch in part.BRANCHES)
     if decode:
         return tuple(branch for branch in DECODE_BRANCHES if branch not in _ONLY_WITH_OUTSIDERS)
     out_of_reach = {"stuck"}  # only outsiders' locks and holds lead there, or a broken invariant
@@ -123,6 +131,7 @@ class SearchMonitor(InvariantMonitor):
         earlier = tuple(self.evidence.earlier)
         super().after_decision(decision)
         self.reached.update(self._decision_branches(decision, earlier))
+        self._meet(decision)
         if self.evidence.settings.mode == "unified":
             self.reached.update(self._output_branches(decision, earlier))
         needed_pages = sum(needed_pages_of(request, self.evidence.page_size) for request in self.evidence.after.live)
@@ -134,6 +143,7 @@ class SearchMonitor(InvariantMonitor):
         super().after_round(record)
         self.rounds += 1
         self.reached.update(_round_branches(record))
+        self._meet(record)
         if self.evidence.settings.mode == "unified":
             self.reached.update(self._decode_branches(record))
 
@@ -142,6 +152,12 @@ class SearchMonitor(InvariantMonitor):
         branch = _event_branch(event)
         if branch is not None and not is_ignored(self._target, event):
             self.reached[branch] += 1
+        self._meet(event)
+
+    def _meet(self, happened: Decision | RoundRecord | Event) -> None:
+        """What the parts of a node that a plain one has not see in it."""
+        for part in PARTS:
+            self.reached.update(part.met(self.evidence, happened))
 
     def stuck(self, stuck: Stuck) -> None:
         super().stuck(stuck)
@@ -167,7 +183,7 @@ class SearchMonitor(InvariantMonitor):
 
     def _output_branches(self, decision: Decision, earlier: Sequence[Decision]) -> Iterable[str]:
         e, rid = self.evidence, decision.request
-        if decision.kind == "resumed":
+        if decision.kind != "loading" and not decision.from_queue:
             budget = e.settings.chunked_prefill_size
             waits = decision.rem_chunk_tokens is not None and decision.rem_chunk_tokens >= e.page_size
             if decision.tail_tokens and waits and budget and e.settings.schedule_policy == "shortest-prefill-first":
@@ -179,7 +195,7 @@ class SearchMonitor(InvariantMonitor):
             yield "output beyond the clip"
         if e.generated.get(rid) and decision.joined:
             yield "came back"
-        place = sum(1 for d in earlier if d.kind not in ("resumed", "deferred"))
+        place = sum(1 for d in earlier if d.from_queue)
         if place < len(e.queue) and e.queue[place] != rid:
             yield "out of turn by policy"
 
@@ -188,6 +204,8 @@ class SearchMonitor(InvariantMonitor):
             return self._refusal_branches(decision, earlier)
         if decision.kind == "deferred":
             return ("deferred",)
+        if decision.kind == "loading":
+            return ("load-back",) if decision.load_back else ()
         return (*self._chunk_branches(decision, earlier), *_hit_branches(decision))
 
     def _refusal_branches(self, decision: Decision, earlier: Sequence[Decision]) -> Iterable[str]:
