@@ -119,7 +119,9 @@ class PrefillAdder:
         self.memory = MemoryLedger(lambda: available() + evictable())
         self._lock: Callable[[PrefillRequest], Any] = getattr(tree_cache, "inc_lock_ref", _nothing)
         self._unlock: Callable[[PrefillRequest], Any] = getattr(tree_cache, "dec_lock_ref", _nothing)
-        self._load_back: Callable[[PrefillRequest], int | Loading | None] = getattr(tree_cache, "init_load_back", _nothing)
+        self._load_back: Callable[[PrefillRequest], int | Loading | None] = getattr(
+            tree_cache, "init_load_back", _nothing
+        )
         self.can_run_list: list[Chunk] = []
         self.loading: list[PrefillRequest] = []
         self.chunked_req: PrefillRequest | None = None

@@ -198,7 +198,9 @@ def loaded_before_used(e: Evidence, decision: Decision) -> Finding | None:
     if not decision.joined:
         return None
     if decision.load_back and rid in e.late and "load-short" not in decision.faults:
-        return Finding(rid, f"{rid} runs at once on {decision.load_back} tokens that arrive {e.late[rid][0]} rounds later")
+        return Finding(
+            rid, f"{rid} runs at once on {decision.load_back} tokens that arrive {e.late[rid][0]} rounds later"
+        )
     if e.round >= e.arrives.get(rid, 0):
         return None
     return Finding(rid, f"{rid} runs in round {e.round}, and its load arrives in round {e.arrives[rid]}")

@@ -120,12 +120,13 @@ class ExposedMemory(Occupancy):
         """The part of a run of cached pages from which a prompt can go on."""
         return found
 
-    def withdraw(self, adder: PrefillAdder) -> None:
-        """Requests of this batch are given up before anything is allocated for them; the others run."""
-        for chunk in list(adder.can_run_list):
-            if self.strikes("abort-decided", chunk.request.rid):
-                adder.withdraw(chunk)
-                self.abort(chunk.request.rid)
+    def withdraw(self, adder: PrefillAdder) -> bool:
+        """Requests of this batch are given up before anything is allocated for them; the others run. Were there any?"""
+        gone = [chunk for chunk in adder.can_run_list if self.strikes("abort-decided", chunk.request.rid)]
+        for chunk in gone:
+            adder.withdraw(chunk)
+            self.abort(chunk.request.rid)
+        return bool(gone)
 
     def abort(self, rid: str) -> None:
         """End a request."""

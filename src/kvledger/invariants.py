@@ -160,7 +160,11 @@ INVARIANTS: tuple[Invariant, ...] = (
         _DECISIONS,
     ),
     Invariant(
-        "paused-is-still", "who paused a scheduler is changing what it works on", "round", decode.paused_is_still, _BATCHES
+        "paused-is-still",
+        "who paused a scheduler is changing what it works on",
+        "round",
+        decode.paused_is_still,
+        _BATCHES,
     ),
     Invariant("in-order", "whose turn it is must not be passed over", "decision", queue.in_order, _DECODE),
     Invariant(

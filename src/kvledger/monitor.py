@@ -66,6 +66,9 @@ class InvariantMonitor(Monitor):
         e.mixed_tokens = max(0, e.mixed_tokens - len(went))  # they take no token in this batch
         e.before = e.after
 
+    def withdrew(self) -> None:
+        self._look()
+
     def before_decode(self) -> None:
         self._open_round()
         self._look()

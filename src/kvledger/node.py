@@ -32,6 +32,9 @@ class Watcher:
     def preempted(self) -> None:
         """Between two decisions, running requests have been put back for the next candidate."""
 
+    def withdrew(self) -> None:
+        """Requests of the batch were given up after the decisions; what is left of it will run."""
+
     def before_decode(self) -> None:
         """The batch, if there is one, has run; what runs beside it, or in its place, comes next."""
 
@@ -132,7 +135,8 @@ class PrefillNode(ExposedMemory):
             failure = error
         facts = ledger_facts(adder)
         if failure is None:
-            self.withdraw(adder)
+            if self.withdraw(adder):
+                self.watcher.withdrew()
             failure = self._allocate_batch(adder)
         if failure is None:
             self._run_batch(adder)
@@ -277,10 +281,10 @@ class PrefillNode(ExposedMemory):
         """One candidate: match, ask the adder, and on admission give it its cached pages."""
         struck_before = len(self.struck)
         self._match(request)
+        self.watcher.before_decision()
         if self.match_strikes(request):
             self._match_again(request)
         hit_pages, newly_locked_pages = len(request.device_hit), _unlocked_pages(request)
-        self.watcher.before_decision()
         batch_before, loading_before = len(adder.can_run_list), len(adder.loading)
         if self.slots is not None and not self.slots.has_room():
             return self._refuse_without_slot(adder, decisions, request)

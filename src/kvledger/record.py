@@ -59,9 +59,14 @@ class Decision:
         return self.kind in ("whole", "truncated", "resumed")
 
     @property
+    def let_in(self) -> bool:
+        """It is to be part of this round's batch, or begins to load."""
+        return self.joined or (self.kind == "loading" and self.load_back > 0)
+
+    @property
     def from_queue(self) -> bool:
         """It was waiting until this decision."""
-        return self.kind in ("whole", "truncated", "refused") or (self.kind == "loading" and self.load_back > 0)
+        return self.kind == "refused" or (self.let_in and self.kind != "resumed")
 
 
 @dataclass(frozen=True, slots=True)

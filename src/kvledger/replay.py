@@ -53,8 +53,8 @@ class Target(Protocol):
 
     An attribute `features`, where there is one, names what it models beyond plain prefill: `unified` (decode beside
     prefill: `submit` takes an Output as well, and there are `run_decode` and `finish`), `mixed_chunk`, schedule
-    policies, and `faults` (see FaultyTarget). A trace that asks for more is bad input. `foreign`, if true, says that the code behind it is somebody
-    else's: what it raises is a finding (`never-raises`), not a fault of ours.
+    policies, and `faults` (see FaultyTarget). A trace that asks for more is bad input. `foreign`, if true, says that
+    the code behind it is somebody else's: what it raises is a finding (`never-raises`), not a fault of ours.
 
     `ignores`, where there is one, names what it does nothing with, which is then neither drawn nor blamed: `rules` (no
     switch of them reaches it), `cached` (prefixes of others), `held` (slots of outsiders).
@@ -314,8 +314,8 @@ def _event_word(event: Faulty) -> str:
     return type(event).__name__.lower()
 
 
-def _faulty_words(event: Faulty) -> tuple[str, str, int | None]:
-    """What happened, to whom, and how many tokens or rounds."""
+def faulty_words(event: Faulty) -> tuple[str, str, int | None]:
+    """What happened, to whom, and of how many tokens where that matters."""
     match event:
         case Fault(kind, rid, amount):
             unit = FAULT_AMOUNTS.get(kind)
@@ -325,9 +325,9 @@ def _faulty_words(event: Faulty) -> tuple[str, str, int | None]:
         case Unpin(name):
             return "unpinned", name, None
         case Pause():
-            return "paused", "the node", None
+            return "paused", "node", None
         case Resume():
-            return "resumed", "the node", None
+            return "resumed", "node", None
 
 
 @contextmanager
@@ -384,6 +384,9 @@ class _Overhearing(Watcher):
 
     def preempted(self) -> None:
         _judge(self._monitor.preempted)
+
+    def withdrew(self) -> None:
+        _judge(self._monitor.withdrew)
 
 
 class Replay:
@@ -484,7 +487,7 @@ class Replay:
             case Release(name=name, tokens=released):
                 return Happening(rounds, "released", name, released)
             case Fault() | Pin() | Unpin() | Pause() | Resume():
-                return Happening(rounds, *_faulty_words(event))
+                return Happening(rounds, *faulty_words(event))
         raise AssertionError(f"{event} is a round, not something between rounds")
 
     @property
@@ -550,8 +553,10 @@ class Replay:
     def _drain(self) -> None:
         """The worst environment that is still fair: transfers complete only when a round admitted nothing, nothing is
         pinned for ever, and nobody stands still."""
-        for event in (*map(Unpin, self.pins), *([Resume()] if self.paused else [])):
-            self._let_happen(event)
+        for name in list(self.pins):
+            self._let_happen(Unpin(name))
+        if self.paused:
+            self._let_happen(Resume())
         bound = self._drain_bound_rounds()
         for _ in range(bound):
             if not self._has_work:

@@ -24,6 +24,7 @@ from kvledger.events import (
     Drain,
     Event,
     Fault,
+    Faulty,
     Finish,
     Hold,
     Pause,
@@ -288,6 +289,10 @@ class _EventReader:
                 return self._hold(document["name"], document["tokens"])
             case "release":
                 return self._release(document["name"], document.get("tokens"))
+        return self._faulty_event(document)
+
+    def _faulty_event(self, document: dict[str, Any]) -> Event:
+        match document["event"]:
             case "fault":
                 return self._fault(document)
             case "pin":
@@ -412,8 +417,14 @@ def _event_document(event: Event) -> dict[str, Any]:
             return {"event": "release", "name": name}
         case Release(name, tokens):
             return {"event": "release", "name": name, "tokens": tokens}
+        case Fault() | Pin() | Unpin() | Pause() | Resume():
+            return _faulty_document(event)
+
+
+def _faulty_document(event: Faulty) -> dict[str, Any]:
+    match event:
         case Fault(kind, request, amount):
-            document = {"event": "fault", "kind": kind, "request": request}
+            document: dict[str, Any] = {"event": "fault", "kind": kind, "request": request}
             return document if amount is None else document | {FAULT_AMOUNTS[kind]: amount}
         case Pin(name, prompt):
             return {"event": "pin", "name": name, "prompt": [list(pair) for pair in prompt.segments]}

@@ -137,7 +137,7 @@ def _decisions_shown(decisions: Sequence[Decision]) -> list[Decision]:
 def _what(decision: Decision) -> str:
     if decision.kind == "refused":
         return str(decision.reason)
-    if decision.kind == "deferred":
+    if decision.kind in ("deferred", "loading"):
         return f"at {decision.start}"
     return f"{decision.start}..{decision.end} ({decision.tokens})"
 

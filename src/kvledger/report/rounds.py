@@ -133,7 +133,7 @@ def _decision_lines(decisions: Sequence[Decision], layout: Layout) -> list[str]:
 def _what(decision: Decision) -> str:
     if decision.kind == "refused":
         return str(decision.reason)
-    if decision.kind == "deferred":
+    if decision.kind in ("deferred", "loading"):
         return f"at {decision.start}"
     return f"{decision.start}..{decision.end} ({decision.tokens})"
 
@@ -205,7 +205,8 @@ def _due(promises: Iterable[Promise]) -> str:
 
 
 def decode_words(record: RoundRecord) -> list[tuple[str, Sequence[str]]]:
-    """What decode did in a round, and to whom; `sent back` are those who gave up their slots for lack of them."""
+    """What decode and faults did in a round, and to whom; `sent back` are those who gave up their slots for lack of
+    them."""
     sent_back = [rid for rid in record.retracted if rid not in record.preempted]
     told: list[tuple[str, Sequence[str]]] = [
         ("decoded", record.decoded),
@@ -215,13 +216,16 @@ def decode_words(record: RoundRecord) -> list[tuple[str, Sequence[str]]]:
         ("prefill thrown away", record.rolled_back),
         ("still loading", record.loading),
     ]
+    for kind in dict.fromkeys(kind for kind, _ in record.struck):
+        told.append((f"struck by {kind}", [rid for each, rid in record.struck if each == kind]))
     return [(what, requests) for what, requests in told if requests]
 
 
 def _decode_lines(record: RoundRecord) -> list[str]:
     words = [f"{what} {_listed(requests)}" for what, requests in decode_words(record)]
     words += [f"gave up {named(request)}: {plain(reason, REASON_COLUMNS)}" for request, reason in record.aborted]
-    return wrapped(f"  decode    {'; '.join(words)}", 12) if words else []
+    label = "faults" if record.struck and not record.decoded else "decode"
+    return wrapped(f"  {label}    {'; '.join(words)}", 12) if words else []
 
 
 def _listed(requests: Sequence[str]) -> str:

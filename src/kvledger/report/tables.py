@@ -10,11 +10,17 @@ from kvledger.events import (
     Decode,
     Drain,
     Event,
+    Fault,
     Hold,
+    Pause,
+    Pin,
+    Resume,
     Round,
     Submit,
+    Unpin,
 )
 from kvledger.invariants import INVARIANTS
+from kvledger.replay import faulty_words
 from kvledger.report.markup import Content, Html, Name, element, join, message_words, sentence
 from kvledger.report.plain import plain
 from kvledger.report.recording import Recording
@@ -89,7 +95,7 @@ def _switches(rules: AccountingRules) -> str:
 
 def _start(events: Sequence[Event]) -> list[tuple[str, Content]]:
     """What is there before the first round, by the name of its prompt's last segment, its holder or its request."""
-    found: dict[str, list[tuple[str, int]]] = {}
+    found: dict[str, list[tuple[str, int | None]]] = {}
     for event in events:
         match event:
             case Round() | Decode() | Drain():
@@ -99,6 +105,9 @@ def _start(events: Sequence[Event]) -> list[tuple[str, Content]]:
                 found.setdefault(what, []).append((prompt.segments[-1][0], prompt.tokens))
             case Hold(name, tokens):
                 found.setdefault("held", []).append((name, tokens))
+            case Fault() | Pin() | Unpin() | Pause() | Resume():
+                what, name, size = faulty_words(event)
+                found.setdefault(what.rstrip(":"), []).append((name, size))
             case Submit(request, prompt):
                 found.setdefault("submitted", []).append((request, prompt.tokens))
     return [(f"at the start, {what}", _named_sizes(sizes)) for what, sizes in found.items()]
@@ -113,10 +122,11 @@ def _pool_before(recording: Recording) -> str:
     return f"free {pool.free}, evictable {pool.evictable}, protected {pool.protected}, held {pool.held}"
 
 
-def _named_sizes(sizes: Sequence[tuple[str, int]]) -> Html:
+def _named_sizes(sizes: Sequence[tuple[str, int | None]]) -> Html:
     if len(sizes) > NAMES_SHOWN:
-        return join([f"{len(sizes)} of them, {sum(tokens for _, tokens in sizes)} tokens in all"])
-    return join((join([Name(name), f" {tokens}"]) for name, tokens in sizes), ", ")
+        known = [tokens for _, tokens in sizes if tokens is not None]
+        return join([f"{len(sizes)} of them" + (f", {sum(known)} tokens in all" if known else "")])
+    return join((join([Name(name), "" if tokens is None else f" {tokens}"]) for name, tokens in sizes), ", ")
 
 
 def _rejections(rejected: Sequence[tuple[str, str]]) -> Iterable[tuple[str, Content]]:

@@ -13,12 +13,17 @@ from kvledger.events import (
     Decode,
     Drain,
     Event,
+    Fault,
     Hold,
+    Pause,
+    Pin,
+    Resume,
     Round,
     Submit,
+    Unpin,
 )
 from kvledger.record import RoundRecord
-from kvledger.replay import Broken, Happening, Outcome
+from kvledger.replay import Broken, Happening, Outcome, faulty_words
 from kvledger.report import Replayed
 from kvledger.report.plain import COLUMNS, NAME_COLUMNS, named, plain, width, wrapped
 from kvledger.report.rounds import Gap, Layout, failure_words, gap_lines, round_lines, rounds_to_show, size_word
@@ -140,6 +145,9 @@ def _start_lines(events: Sequence[Event]) -> list[str]:
                 found.setdefault(where, []).append((prompt.segments[-1][0], prompt.tokens))
             case Hold(name, tokens):
                 found.setdefault("held:", []).append((name, tokens))
+            case Fault() | Pin() | Unpin() | Pause() | Resume():
+                what, name, tokens = faulty_words(event)
+                found.setdefault(f"{what.rstrip(':')}:", []).append((name, tokens))
             case Submit(request, prompt):
                 found.setdefault("submitted:", []).append((request, prompt.tokens))
     words = [f"{what} {_named_sizes(sizes)}" for what, sizes in found.items()]

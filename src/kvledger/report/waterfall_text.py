@@ -105,6 +105,8 @@ def _ends(record: RoundRecord) -> Iterator[Span]:
     for decision in record.decisions:
         if decision.kind == "deferred":
             yield f"deferred: {short_name(decision.request, LABEL_COLUMNS)}, nothing remains for it", ""
+        if decision.kind == "loading":
+            yield f"loading: {short_name(decision.request, LABEL_COLUMNS)}, admitted, and its load goes on", ""
         if decision.forced:
             yield f"forced: {short_name(decision.request, LABEL_COLUMNS)}, though nothing remains", "red"
     if record.failure is not None:

@@ -49,7 +49,9 @@ def spoil_a_load(world: World, kind: int, pick: int, amount: int, share: int) ->
     prompt = world.replay.prompts[rid]
     first = prompt.segments[0][0]
     if not any(isinstance(each, Cached) and each.prompt.segments[0][0] == first for each in world.events):
-        tokens = (prompt.tokens, prompt.tokens // 2, floor_tokens(prompt.tokens, world.settings.checkpoint_align))[share]
+        tokens = (prompt.tokens, prompt.tokens // 2, floor_tokens(prompt.tokens, world.settings.checkpoint_align))[
+            share
+        ]
         part = cut_prompt(prompt, max(1, tokens))
         world.cached.append(part)
         return Cached("host", part)

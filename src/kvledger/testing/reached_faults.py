@@ -35,7 +35,9 @@ def met(e: Evidence, happened: Decision | RoundRecord | Event) -> Iterable[str]:
             yield from _waited(e, happened)
         case Pin():
             yield "pinned"
-            needed = sum(len(range(0, r.prompt_tokens, e.page_size)) - len(r.pages) for r in e.after.live if not r.in_flight)
+            needed = sum(
+                len(range(0, r.prompt_tokens, e.page_size)) - len(r.pages) for r in e.after.live if not r.in_flight
+            )
             if e.after.baseline_pages < needed:
                 yield "promised page only pinned"
         case Unpin():
