@@ -146,8 +146,8 @@ def _start_lines(events: Sequence[Event]) -> list[str]:
             case Hold(name, tokens):
                 found.setdefault("held:", []).append((name, tokens))
             case Fault() | Pin() | Unpin() | Pause() | Resume():
-                what, name, tokens = faulty_words(event)
-                found.setdefault(f"{what.rstrip(':')}:", []).append((name, tokens))
+                what, name, size = faulty_words(event)
+                found.setdefault(f"{what.rstrip(':')}:", []).append((name, size))
             case Submit(request, prompt):
                 found.setdefault("submitted:", []).append((request, prompt.tokens))
     words = [f"{what} {_named_sizes(sizes)}" for what, sizes in found.items()]

@@ -8,8 +8,9 @@ from __future__ import annotations
 from kvledger.arithmetic import floor_tokens
 from kvledger.events import Cached, Event, Fault, Pause, Pin, Resume, Round, Unpin
 from kvledger.faults import FAULT_AMOUNTS, FaultKind
-from kvledger.testing.dimensions import Dimension
-from kvledger.testing.moves import PICK, Domain, Move, World, cut_prompt, submit_long
+from kvledger.request import Prompt
+from kvledger.testing.dimensions import Dimension, swarm
+from kvledger.testing.moves import NODE_SPACE, PICK, STEPS, Domain, Move, World, cut_prompt, submit_long
 
 KINDS: tuple[FaultKind, ...] = (
     *("load-late", "load-short", "load-late", "load-short"),
@@ -42,16 +43,18 @@ def _armed(world: World, kind: FaultKind, rid: str, amount: int) -> Fault:
 def spoil_a_load(world: World, kind: int, pick: int, amount: int, share: int) -> Event:
     """The next step towards a load-back that goes wrong: one that waits, what it asks for on the host, a fault, a
     round."""
-    waiting = world.replay.target.snapshot().waiting
+    snapshot = world.replay.target.snapshot()
+    waiting = snapshot.waiting
     if not waiting:
-        return submit_long(world, landmark=4 + pick % 5, step=0)
+        unfinished = any(not each.in_flight for each in snapshot.live)
+        # a second one that is cut stands in the way of the first when that has its load
+        return submit_long(world, landmark=(4, 5, 5, 6)[pick % 4] if unfinished else (6, 6, 4, 7)[pick % 4], step=0)
     rid = waiting[pick % len(waiting)]
     prompt = world.replay.prompts[rid]
     first = prompt.segments[0][0]
     if not any(isinstance(each, Cached) and each.prompt.segments[0][0] == first for each in world.events):
-        tokens = (prompt.tokens, prompt.tokens // 2, floor_tokens(prompt.tokens, world.settings.checkpoint_align))[
-            share
-        ]
+        grid = world.settings.checkpoint_align
+        tokens = (prompt.tokens, prompt.tokens // 2, prompt.tokens // 4, min(grid, prompt.tokens))[share]
         part = cut_prompt(prompt, max(1, tokens))
         world.cached.append(part)
         return Cached("host", part)
@@ -77,6 +80,25 @@ def pin(world: World, pick: int, share: int) -> Event:
     return Pin(f"write-back {world.fresh_name()}", cut_prompt(prompt, tokens)) if tokens > 0 else Round()
 
 
+def pin_what_was_promised(world: World, pick: int, step: int) -> Event:
+    """The next step towards a request that must wait for pages: what is cached takes part of the pool, a prompt that
+    counts on it, a round, and a pin; where nobody waits for pinned pages, any pin."""
+    if world.replay.rules.on_shortage == "force":
+        return pin(world, pick, share=0)
+    snapshot = world.replay.target.snapshot()
+    on_device = [each.prompt for each in world.events if isinstance(each, Cached) and each.tier == "device"]
+    if not on_device or not snapshot.evictable_pages:
+        tokens = max(0, world.spare_pages(snapshot)) * 2 // 3 * world.settings.page_size
+        if not tokens:
+            return Round()
+        name = world.fresh_name()
+        world.cached.append(Prompt(((name, tokens),)))
+        return Cached("device", world.cached[-1])
+    if any(not each.in_flight for each in snapshot.live) and not world.replay.pins:
+        return Pin(f"write-back {world.fresh_name()}", on_device[-1])
+    return Round() if snapshot.waiting or snapshot.live else submit_long(world, landmark=pick % 3, step=step)
+
+
 def pause(world: World, go_on: int) -> Event:
     """The node stands still for a while; mostly it goes on soon."""
     if world.replay.paused:
@@ -92,11 +114,17 @@ FAULTS = Dimension(
     extend=lambda settings: settings,
     moves=(
         Move("fault", _FAULT, fault),
-        Move("spoil_a_load", {**_FAULT, "share": (0, 2)}, spoil_a_load),
-        Move("spoil_a_load", {**_FAULT, "share": (0, 2)}, spoil_a_load),
-        Move("spoil_a_load", {**_FAULT, "share": (0, 2)}, spoil_a_load),
+        Move("spoil_a_load", {**_FAULT, "share": (0, 3)}, spoil_a_load),
+        Move("spoil_a_load", {**_FAULT, "share": (0, 3)}, spoil_a_load),
+        Move("spoil_a_load", {**_FAULT, "share": (0, 3)}, spoil_a_load),
         Move("pin", {"pick": PICK, "share": (0, 2)}, pin),
+        Move("pin_what_was_promised", {"pick": PICK, "step": (0, len(STEPS) - 1)}, pin_what_was_promised),
+        Move("pin_what_was_promised", {"pick": PICK, "step": (0, len(STEPS) - 1)}, pin_what_was_promised),
+        Move("spoil_a_load", {**_FAULT, "share": (0, 3)}, spoil_a_load),
         Move("pause", {"go_on": (0, 3)}, pause),
     ),
 )
 """Any node may meet any of them."""
+
+FAULTS_SPACE = swarm(NODE_SPACE, (FAULTS,), name="+ faults", examples=500, always=True)
+"""Prefill nodes on which things go wrong."""
