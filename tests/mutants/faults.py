@@ -10,13 +10,8 @@ from kvledger.node import PrefillNode
 from kvledger.record import Decision, RoundRecord
 from kvledger.request import Prompt, Request
 from kvledger.settings import NodeSettings
-from kvledger.testing.dimensions import swarm
-from kvledger.testing.faults_moves import FAULTS, FAULTS_SPACE
-from kvledger.testing.unified_moves import UNIFIED_SPACE
-from kvledger.unified import UnifiedNode
-from tests.mutants.mutant import long_beside_decode, mutant
-
-UNIFIED_FAULTS = swarm(UNIFIED_SPACE, (FAULTS,), name="+ decode + faults", examples=300, always=True)
+from kvledger.testing.faults_moves import FAULTS_SPACE
+from tests.mutants.mutant import mutant
 
 # --- loads
 
@@ -33,10 +28,6 @@ def _leaves_residue(settings: NodeSettings) -> bool:
     """A cut on the grid leaves a page or more of the chunk budget, and there is a host to load from."""
     chunk = settings.chunked_prefill_size
     return chunk is not None and chunk % settings.checkpoint_align >= settings.page_size and settings.host_tokens != 0
-
-
-def _decodes_beside_loads(settings: NodeSettings) -> bool:
-    return long_beside_decode(settings) and settings.host_tokens != 0
 
 
 @mutant("table-fits", space=FAULTS_SPACE)
@@ -96,7 +87,7 @@ class LateLoadUsedARoundEarly(PrefillNode):
         return (request for request, arrives in list(self.loading.values()) if arrives <= self.rounds + 1)
 
 
-@mutant("one-half-done", space=FAULTS_SPACE, narrow=_leaves_residue)
+@mutant("one-half-done", space=FAULTS_SPACE, narrow=_leaves_residue, most=3000)
 class LoadedOneCutBesideTheHalfDone(PrefillAdder):
     """One whose load has arrived is cut although another is half done, and takes its place."""
 
@@ -114,17 +105,6 @@ class LoadedOneIsForgotten(PrefillNode):
     @property
     def has_work(self) -> bool:
         return bool(self.waiting) or self.chunked_req is not None
-
-
-@mutant("tail-spared", space=UNIFIED_FAULTS, narrow=_decodes_beside_loads)
-class DecodeTakesTheLoadsTail(UnifiedNode):
-    """Decode leaves alone what the half-done request was promised, and takes what those that are loading were."""
-
-    def _kept_pages(self) -> int:
-        loading, self.loading = self.loading, {}
-        kept = super()._kept_pages()
-        self.loading = loading
-        return kept
 
 
 # --- inserts, matches, aborts

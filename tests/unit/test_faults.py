@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from kvledger.cli import main
 from kvledger.events import (
     Abort,
     Cached,
@@ -21,12 +25,17 @@ from kvledger.events import (
     Transferred,
     Unpin,
 )
-from kvledger.monitor import InvariantMonitor
+from kvledger.monitor import InvariantMonitor, checked_replay
+from kvledger.node import PrefillNode
 from kvledger.record import RoundRecord
-from kvledger.replay import Replay
+from kvledger.replay import Replay, TargetFactory, replay
 from kvledger.request import Output, Prompt
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.settings import NodeSettings
+from kvledger.shrink import shrink
+from kvledger.shrink_passes import normal_form, repaired, simpler_events, sizes_of
+from kvledger.trace import Trace, TraceError, load, parse, to_document, write
+from kvledger.unified import UnifiedNode
 
 SOUND = PRESETS["tail-reserved"]
 WAITS = replace(SOUND, on_shortage="defer")
@@ -324,3 +333,195 @@ def test_a_transfer_may_last_as_long_as_it_likes() -> None:
     assert chunks(run.outcome.rounds[-1]) == [("B", "truncated", 0, 16)]
     run.apply(Drain())
     assert run.outcome.verdict == "ok"
+
+
+# --- beside decode, and what the mutants cannot meet often
+
+
+class _ForgetsLoads(UnifiedNode):
+    """Decode leaves alone what the half-done request was promised, and takes what those that are loading were."""
+
+    def _kept_pages(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(("target", "verdict"), [(PrefillNode, "ok"), (_ForgetsLoads, "tail-spared")])
+def test_decode_spares_what_is_loading(target: TargetFactory, verdict: str) -> None:
+    settings = node(mode="unified", pool_tokens=48, new_token_ratio_percent=1)
+    run = Replay(settings, SOUND, target=target, monitor=InvariantMonitor())
+    others = [Submit(name, prompt((name, 4)), Output(9)) for name in ("X", "Y")]
+    load = (HOST, Submit("A", prompt(("a", 24), ("b", 8))), Fault("load-late", "A", 9))
+    for event in (*others, Round(), *load, Round(), *[Decode()] * 6):
+        run.apply(event)
+    assert (run.outcome.broken[0].invariant if run.outcome.broken else "ok") == verdict
+
+
+def test_a_pinned_promise_breaks_where_the_chunk_is_forced_and_waits_where_it_may() -> None:
+    trace = load(Path(__file__).parents[1] / "regressions" / "pinned-promise-forced.json")
+    assert len(trace.events) <= 6
+    assert checked_replay(trace, SOUND).verdict == "oom"
+    waits = Replay(trace.node, WAITS, monitor=InvariantMonitor())
+    for event in (*trace.events, Drain()):
+        waits.apply(event)
+    assert waits.outcome.verdict == "ok"
+
+
+def test_the_smallest_trace_of_a_late_load() -> None:
+    """Nobody is admitted behind a cut here, chunking is off: only the load that is late leaves a tail."""
+    trace = load(Path(__file__).parents[1] / "regressions" / "promises-covered-34e0a420.json")
+    assert len(trace.events) <= 6
+    assert [checked_replay(trace, PRESETS[name]).verdict for name in ("upstream", "aligned", "tail-reserved")] == [
+        "oom",
+        "oom",
+        "ok",
+    ]
+
+
+# --- in a trace, a target and an outcome
+
+EVENTS = (
+    HOST,
+    A,
+    Fault("load-short", "A", 0),
+    Fault("load-late", "A", 2),
+    Fault("skip-insert", "A"),
+    Pin("W", prompt(("a", 8))),
+    Pause(),
+    Resume(),
+    Unpin("W"),
+    Drain(),
+)
+
+
+def test_a_trace_is_what_it_was_when_written_and_read() -> None:
+    trace = Trace(node(), "tail-reserved", EVENTS)
+    assert parse(to_document(trace), "t") == trace
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        ({"event": "fault", "kind": "load-short", "request": "A"}, 'kind: "load-short" needs the key "tokens"'),
+        ({"event": "fault", "kind": "load-late", "request": "A"}, 'kind: "load-late" needs the key "rounds"'),
+        (
+            {"event": "fault", "kind": "skip-insert", "request": "A", "tokens": 3},
+            'tokens: 3 says nothing of a fault of kind "skip-insert"',
+        ),
+        (
+            {"event": "fault", "kind": "skip-insert", "request": "B"},
+            'request: "B" is not submitted by any earlier event',
+        ),
+        ({"event": "unpin", "name": "W"}, 'name: "W" pins nothing here'),
+        ({"event": "resume"}, "event: the node is not paused here"),
+    ],
+)
+def test_what_refers_to_nothing_is_bad_input(event: dict[str, object], message: str) -> None:
+    document = to_document(Trace(node(), "tail-reserved", (A,)))
+    document["events"].append(event)
+    with pytest.raises(TraceError, match=re.escape(f"t: events[1].{message}")):
+        parse(document, "t")
+
+
+def test_a_node_cannot_be_paused_twice_and_a_drain_ends_a_pause_and_all_pins() -> None:
+    document = to_document(Trace(node(), "tail-reserved", (Pause(), Pin("W", prompt(("a", 4))), Drain(), Pause())))
+    assert len(parse(document, "t").events) == 4
+    document["events"].append({"event": "pause"})
+    with pytest.raises(TraceError, match=re.escape("t: events[4].event: the node is paused already here")):
+        parse(document, "t")
+    document["events"][4] = {"event": "unpin", "name": "W"}
+    with pytest.raises(TraceError, match=re.escape('t: events[4].name: "W" pins nothing here')):
+        parse(document, "t")
+
+
+class _NoFaults(PrefillNode):
+    features = PrefillNode.features - {"faults"}
+
+
+@pytest.mark.parametrize(
+    ("event", "word"), [(EVENTS[2], "fault"), (Pin("W", prompt(("a", 8))), "pin"), (Pause(), "pause")]
+)
+def test_a_target_that_models_no_faults_refuses_them_by_name(event: Event, word: str) -> None:
+    with pytest.raises(TraceError, match=re.escape(f't: events[1].event: "{word}" is not modelled by this target')):
+        replay(Trace(node(), "tail-reserved", (A, event)), target=_NoFaults, source="t")
+
+
+def test_what_struck_is_in_the_outcome_and_only_where_something_did() -> None:
+    run = play(HOST, A, Fault("load-late", "A", 1), Round(), Round(), Round())
+    first, second, third = run.outcome.document()["rounds"]
+    assert first["struck"] == [{"fault": "load-late", "request": "A"}]
+    assert first["loading"] == ["A"]
+    assert "struck" not in second
+    assert "loading" not in second
+    assert "struck" not in third
+
+
+def test_happenings_say_what_was_armed_and_pinned() -> None:
+    run = play(
+        HOST, A, Fault("load-short", "A", 8), Fault("skip-insert", "A"), Pin("W", prompt(("a", 8))), Pause(), Resume()
+    )
+    assert [(each.what, each.name, each.tokens) for each in run.outcome.happenings[2:]] == [
+        ("armed load-short (8 tokens):", "A", None),
+        ("armed skip-insert:", "A", None),
+        ("pinned", "a by W", 8),
+        ("paused", "node", None),
+        ("resumed", "node", None),
+    ]
+
+
+def test_the_shrinker_drops_what_does_nothing_and_keeps_the_fault() -> None:
+    noise = (Pause(), Round(), Resume(), Pin("W", prompt(("z", 4))), Unpin("W"))
+    long = Submit("A", prompt(("a", 24), ("b", 12)))
+    late = (HOST, long, Fault("skip-insert", "A"), Submit("B", prompt(("z", 16))), Fault("load-late", "A", 3))
+    trace = Trace(node(pool_tokens=48, chunked_prefill_size=None), "upstream", (*late, *noise, Drain()))
+    shrunk = shrink(trace).trace
+    assert [type(event) for event in shrunk.events] == [Cached, Submit, Submit, Fault, Drain]
+    assert shrunk.events[3] == Fault("load-late", "A", 1)
+
+
+def test_the_shrinker_makes_what_a_short_load_brings_nothing() -> None:
+    (simpler,) = [
+        changed
+        for changed in simpler_events(Trace(node(), "upstream", (HOST, A, Fault("load-short", "A", 8), Drain())))
+        if changed.events[2:3] == (Fault("load-short", "A", 0),) and len(changed.events) == 4
+    ]
+    assert sizes_of(simpler)[-1] == 4  # what is none at all is not a size
+
+
+def test_repaired_events_refer_to_what_is_there() -> None:
+    events = (
+        Fault("skip-insert", "A"),
+        Unpin("W"),
+        Resume(),
+        A,
+        Pause(),
+        Pause(),
+        Pin("W", prompt(("a", 4))),
+        Drain(),
+        Unpin("W"),
+    )
+    assert repaired(events) == (A, Pause(), Pin("W", prompt(("a", 4))), Drain())
+
+
+def test_names_are_normal_for_what_is_pinned_too() -> None:
+    events = (Submit("x", prompt(("y", 3))), Fault("skip-insert", "x"), Pin("p", prompt(("y", 2))), Unpin("p"), Drain())
+    assert normal_form(Trace(node(), "upstream", events)).events == (
+        Submit("A", prompt(("a", 3))),
+        Fault("skip-insert", "A"),
+        Pin("W1", prompt(("a", 2))),
+        Unpin("W1"),
+        Drain(),
+    )
+
+
+@pytest.mark.parametrize("command", ["replay", "explain", "report", "perfetto", "fixture", "upstream"])
+def test_no_command_falls_over_a_fault(command: str, tmp_path: Path) -> None:
+    long = Submit("A", prompt(("a", 24), ("b", 12)))
+    late = (HOST, long, Fault("load-late", "A", 3), Submit("B", prompt(("z", 16))), Fault("abort-decided", "B"))
+    more = (Submit("C", prompt(("z", 16))), Round(), Pin("W", prompt(("a", 8))), Pause(), Round(), Drain())
+    path = tmp_path / "t.json"
+    write(Trace(node(pool_tokens=48, chunked_prefill_size=None), "upstream", (*late, *more)), path)
+    where = {"report": ["-o", "t.html"], "perfetto": ["-o", "t.pf"], "fixture": ["--save", "."]}
+    where["upstream"] = ["--target", "node", "-o", "t"]
+    with contextlib.chdir(tmp_path):
+        status = main([command, str(path), *where.get(command, [])])
+    assert status in ((0, 1) if command != "upstream" else (0, 1, 2))

@@ -11,6 +11,7 @@ from kvledger.faults import FAULT_AMOUNTS, FaultKind
 from kvledger.request import Prompt
 from kvledger.testing.dimensions import Dimension, swarm
 from kvledger.testing.moves import NODE_SPACE, PICK, STEPS, Domain, Move, World, cut_prompt, submit_long
+from kvledger.testing.unified_moves import UNIFIED_SPACE
 
 KINDS: tuple[FaultKind, ...] = (
     *("load-late", "load-short", "load-late", "load-short"),
@@ -128,3 +129,6 @@ FAULTS = Dimension(
 
 FAULTS_SPACE = swarm(NODE_SPACE, (FAULTS,), name="+ faults", examples=500, always=True)
 """Prefill nodes on which things go wrong."""
+
+FAULTS_UNIFIED_SPACE = swarm(UNIFIED_SPACE, (FAULTS,), name="+ decode + faults", examples=300, always=True)
+"""Nodes that decode too, and on which things go wrong."""

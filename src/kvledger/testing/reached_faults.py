@@ -9,9 +9,9 @@ from kvledger.evidence import Evidence
 from kvledger.faults import FAULT_KINDS
 from kvledger.record import Decision, RoundRecord
 
+# "refused after a load fell short" is counted too, and too rare to be asked of every search
 BRANCHES: tuple[str, ...] = (
     *(f"struck: {kind}" for kind in FAULT_KINDS),
-    "refused after a load fell short",
     "loading promised again",
     "loaded one runs whole",
     "loaded one is cut",
