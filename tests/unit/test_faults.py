@@ -25,6 +25,7 @@ from kvledger.events import (
     Transferred,
     Unpin,
 )
+from kvledger.faults import FAULT_KINDS
 from kvledger.monitor import InvariantMonitor, checked_replay
 from kvledger.node import PrefillNode
 from kvledger.record import RoundRecord
@@ -34,6 +35,7 @@ from kvledger.rules import PRESETS, AccountingRules
 from kvledger.settings import NodeSettings
 from kvledger.shrink import shrink
 from kvledger.shrink_passes import normal_form, repaired, simpler_events, sizes_of
+from kvledger.testing.fixtures import expectations
 from kvledger.trace import Trace, TraceError, load, parse, to_document, write
 from kvledger.unified import UnifiedNode
 
@@ -377,6 +379,13 @@ def test_the_smallest_trace_of_a_late_load() -> None:
     ]
 
 
+def test_a_fixture_expects_of_a_faulty_trace_what_its_faults_leave_sound() -> None:
+    late = load(Path(__file__).parents[1] / "regressions" / "promises-covered-34e0a420.json")
+    assert expectations(late) == dict(late.expect) == {"upstream": "oom", "aligned": "oom", "tail-reserved": "ok"}
+    pinned = load(Path(__file__).parents[1] / "regressions" / "pinned-promise-forced.json")
+    assert expectations(pinned) == dict(pinned.expect)
+
+
 # --- in a trace, a target and an outcome
 
 EVENTS = (
@@ -525,3 +534,18 @@ def test_no_command_falls_over_a_fault(command: str, tmp_path: Path) -> None:
     with contextlib.chdir(tmp_path):
         status = main([command, str(path), *where.get(command, [])])
     assert status in ((0, 1) if command != "upstream" else (0, 1, 2))
+
+
+def test_the_example_in_the_docs_says_what_the_command_says(capsys: pytest.CaptureFixture[str]) -> None:
+    root = Path(__file__).parents[2]
+    text = (root / "docs" / "faults.md").read_text(encoding="utf-8")
+    command, shown = re.findall(r"```(?:sh|text)\n(kvledger .*?|promise .*?)```", text, re.DOTALL)
+    _, verb, path = command.split()
+    assert main([verb, str(root / path)]) == 0  # as the trace expects
+    printed = capsys.readouterr().out
+    assert all(line in printed for line in shown.splitlines())
+
+
+def test_the_docs_name_every_kind() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "faults.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `([a-z-]+)`", text, re.MULTILINE)) == set(FAULT_KINDS)
