@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from kvledger.adder import LOADING, Loading, PrefillAdder, PrefillRequest
 from kvledger.arithmetic import ceil_pages
+from kvledger.faults import FaultKind
 from kvledger.node import PrefillNode
 from kvledger.record import Decision, RoundRecord
 from kvledger.request import Prompt, Request
@@ -127,8 +128,8 @@ class PrefixTakenFromTheCache(PrefillNode):
 class SkippedInsertFreesThePages(PrefillNode):
     """What is not put into the prefix tree is given back to the pool, though the prompt is not done with it."""
 
-    def strikes(self, kind: str, rid: str) -> bool:  # type: ignore[override]
-        struck = super().strikes(kind, rid)  # type: ignore[arg-type]
+    def strikes(self, kind: FaultKind, rid: str) -> bool:
+        struck = super().strikes(kind, rid)
         if struck and kind == "skip-insert":
             request = self.live[rid]
             self.pool.free(request.pages[request.shared_pages :])

@@ -353,7 +353,8 @@ def test_decode_spares_what_is_loading(target: TargetFactory, verdict: str) -> N
     run = Replay(settings, SOUND, target=target, monitor=InvariantMonitor())
     others = [Submit(name, prompt((name, 4)), Output(9)) for name in ("X", "Y")]
     load = (HOST, Submit("A", prompt(("a", 24), ("b", 8))), Fault("load-late", "A", 9))
-    for event in (*others, Round(), *load, Round(), *[Decode()] * 6):
+    events: list[Event] = [*others, Round(), *load, Round(), *[Decode()] * 6]
+    for event in events:
         run.apply(event)
     assert (run.outcome.broken[0].invariant if run.outcome.broken else "ok") == verdict
 
