@@ -93,6 +93,7 @@ class DeviceNode(PrefillNode):
     """`PrefillNode` on a real pool. `judge` compares what comes out; `snapshot` carries it to the invariants."""
 
     capabilities = PrefillNode.capabilities | {"data"}
+    features = PrefillNode.features - {"faults"}  # its copies are made at once, and all of them arrive
     invariants = DATA_INVARIANTS
 
     def __init__(

@@ -85,6 +85,14 @@ def _check_sizes(req: PrefillRequest) -> None:
         )
 
 
+class Loading:
+    """Of which there is one, `LOADING`: what `init_load_back` returns where the slots are taken and locked by now, and
+    what is to lie in them arrives in a later round."""
+
+
+LOADING = Loading()
+
+
 class PrefillAdder:
     """One round's admission: fresh offsets, `add_chunked_req` for the half-done request, `add_one_req` for the others.
 
@@ -92,6 +100,11 @@ class PrefillAdder:
     `tree_cache` needs `full_evictable_size()` (preferred, for hybrid pools) or `evictable_size()`. Only the deciding
     rank reserves tails: a rank that replays a plan must not refuse what was admitted. `chunked_req_limit` is for a
     schedule policy that keeps a part of the chunk budget from the half-done request.
+
+    `init_load_back(req)` may say that less than the host hit came: it returns the tokens that did and can be used,
+    which are then in `req.prefix_tokens`, locked with the rest, with nothing left in `req.host_hit_tokens`; the request
+    is decided on afresh. It may also return `LOADING`: the request is admitted, is in `loading`, and is no chunk of
+    this batch; `await_load` promises it anew in each round, until `add_loaded_req` may run it.
 
     ValueError, one line with argument and value, for sizes that cannot be, and for a request that is in the batch.
     """
@@ -127,9 +140,12 @@ class PrefillAdder:
         self.memory = MemoryLedger(lambda: available() + evictable())
         self._lock: Callable[[PrefillRequest], Any] = getattr(tree_cache, "inc_lock_ref", _nothing)
         self._unlock: Callable[[PrefillRequest], Any] = getattr(tree_cache, "dec_lock_ref", _nothing)
-        self._load_back: Callable[[PrefillRequest], Any] = getattr(tree_cache, "init_load_back", _nothing)
+        self._load_back: Callable[[PrefillRequest], int | Loading | None] = getattr(
+            tree_cache, "init_load_back", _nothing
+        )
         self.can_run_list: list[Chunk] = []
         self._taken: dict[str, str] = {}
+        self.loading: list[PrefillRequest] = []
         self.chunked_req: PrefillRequest | None = None
         self.chunked_req_limit: int | None = None
         self.forced = False
@@ -234,11 +250,19 @@ class PrefillAdder:
         if isinstance(tokens, AddReqResult):
             self._unlock(req)
             return tokens
+        load_back = req.host_hit_tokens
+        came = self._load_back(req) if load_back else None
+        if isinstance(came, Loading):
+            self.await_load(req)
+            return self.budget_state()
+        if came is not None and came < load_back:
+            load_back = came
+            tokens = self._admissible_tokens(req)
+            if isinstance(tokens, AddReqResult):
+                self._unlock(req)
+                return tokens
         start = req.prefix_tokens + req.host_hit_tokens
         cut = start + tokens < req.prompt_tokens
-        load_back = req.host_hit_tokens
-        if load_back:
-            self._load_back(req)
         if load_back and self._load_back is _nothing:
             # it is not allocated here and now, so the baseline will not show it
             self.memory.promise(req.rid, "load_back", ceil_tokens(load_back, self.page_size), Due.NOW)
@@ -247,10 +271,69 @@ class PrefillAdder:
             self.chunked_req = req
         return self.budget_state()
 
+    # --- admitted, and what is to be loaded for it arrives late
+
+    def await_load(self, req: PrefillRequest) -> None:
+        """What is left of a request whose load goes on is promised like a tail: it has been let in, and runs later."""
+        self.loading.append(req)
+        if self.rules.reserve_tail:
+            self._reserve(req, req.prompt_tokens - req.prefix_tokens - req.host_hit_tokens)
+
+    def add_loaded_req(self, req: PrefillRequest) -> bool:
+        """One that `await_load` has promised and whose load is there: it runs if the batch has room for it, in place of
+        the promise; else it goes on waiting, promise and all. It may be cut if nobody else is half done."""
+        own = [kind for kind in ("tail", self.output_kind) if self.memory.take_back(req.rid, kind)]
+        tokens = self._loaded_tokens(req)
+        if tokens is None:
+            if own:
+                self._reserve(req, req.prompt_tokens - req.prefix_tokens)
+            return False
+        self.loading = [each for each in self.loading if each is not req]
+        cut = req.prefix_tokens + tokens < req.prompt_tokens
+        self._add(req, "resumed", req.prefix_tokens, tokens, final=not cut)
+        if cut:
+            self.chunked_req = req
+        return True
+
+    def _loaded_tokens(self, req: PrefillRequest) -> int | None:
+        """How much of it may run now; None: it waits."""
+        self.forced = False
+        if self.can_run_list and self.compute.exhausted:
+            return None
+        tokens = self._tokens_in_budget(req)
+        if isinstance(tokens, AddReqResult):
+            return None
+        room = self._room_of_loaded()
+        if room < tokens:
+            # only where memory was taken that had been promised
+            if self.rules.on_shortage == "force":
+                self.forced = room <= 0
+                room = tokens if self.forced else room
+            if room < self.page_size or (room < tokens and self.chunked_req is not None):
+                self.forced = False
+                return None
+            if room < tokens:
+                tokens = align_chunk_end(req.prefix_tokens, floor_tokens(room, self.page_size), self.grid_tokens)
+        return tokens
+
+    def _room_of_loaded(self) -> int:
+        """What others were promised beyond the slots of their prompts is slack, and no reason to keep it waiting."""
+        slack = ("page_overhead", self.output_kind)
+        return self._room_of_half_done() + math.floor(sum(e.tokens for e in self.memory.entries() if e.kind in slack))
+
+    def withdraw(self, chunk: Chunk) -> None:
+        """The chunk is not run after all: nothing is promised to its request any more."""
+        self.can_run_list = [each for each in self.can_run_list if each is not chunk]
+        self.memory.forget(chunk.request.rid)
+        if self.chunked_req is chunk.request:
+            self.chunked_req = None
+
     def _admissible_tokens(self, req: PrefillRequest) -> int | AddReqResult:
         """Tokens of `req` to run in this batch, or the reason for its refusal; its device part is locked already."""
-        if not self._passes_gate(req):
-            return AddReqResult.NO_TOKEN
+        return self._tokens_in_budget(req) if self._passes_gate(req) else AddReqResult.NO_TOKEN
+
+    def _tokens_in_budget(self, req: PrefillRequest) -> int | AddReqResult:
+        """What the compute budgets leave to it."""
         left = req.prompt_tokens - req.prefix_tokens - req.host_hit_tokens
         left_ceiled = ceil_tokens(left, self.page_size)
         if self.rem_chunk_tokens is None:

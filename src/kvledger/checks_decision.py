@@ -9,6 +9,7 @@ from kvledger.arithmetic import ceil_tokens, floor_tokens
 from kvledger.evidence import (
     Evidence,
     Finding,
+    coming_pages,
     compute_left,
     counted_pages,
     decode_tokens,
@@ -17,14 +18,15 @@ from kvledger.evidence import (
     needed_pages_of,
     owed_tokens,
     simulation_passes,
+    standing,
 )
 from kvledger.record import Decision, Snapshot
 
 
 def promises_covered(e: Evidence, decision: Decision) -> Finding | None:
-    """Baseline against what the admitted requests still have to allocate, both counted in pages."""
+    """Baseline, and what write-backs will let go of, against what the admitted requests still have to allocate."""
     needed_pages = sum(needed_pages_of(request, e.page_size) for request in e.after.live)
-    baseline_pages = e.after.baseline_pages
+    baseline_pages = coming_pages(e.after)
     if baseline_pages >= needed_pages:
         return None
     return Finding(
@@ -100,18 +102,30 @@ def one_half_done(e: Evidence, decision: Decision) -> Finding | None:
 
 
 def refusal_is_free(e: Evidence, decision: Decision) -> Finding | None:
-    """Every figure and every page after a refusal is what it was before."""
+    """Every figure and every page after a refusal is what it was before.
+
+    Where a fault struck meanwhile it took pages from a cache, or brought some: then no lock and no promise is left,
+    nobody else's memory has changed, and there is as much to be had as before.
+    """
     if decision.kind != "refused" or e.before == e.after:
+        return None
+    if decision.faults and _all_but_unlocked(e.before) == _all_but_unlocked(e.after):
         return None
     changed = [name for name in Snapshot.__slots__ if getattr(e.before, name) != getattr(e.after, name)]
     return Finding(decision.request, f"refusing {decision.request} changed {', '.join(changed)}")
+
+
+def _all_but_unlocked(s: Snapshot) -> tuple[object, ...]:
+    """What a refusal must leave alone even where a fault moved cached pages that nobody locks."""
+    locked = {page: (lock_refs, pinned_refs) for page, lock_refs, pinned_refs, _ in s.cached if lock_refs}
+    return locked, s.baseline_pages, s.live, s.waiting, s.held, s.open_promises
 
 
 def ledger_exact(e: Evidence, decision: Decision) -> Finding | None:
     """Both offsets and the baseline, counted afresh from the batch and the pages."""
     baseline = counted_pages(e, e.after) * e.page_size
     now, later = decode_tokens(e, e.after)
-    for d in (*e.earlier, decision):
+    for d in standing((*e.earlier, decision)):
         d_now, d_later = owed_tokens(e, d)
         now += d_now
         later += d_later
@@ -127,7 +141,7 @@ def ledger_exact(e: Evidence, decision: Decision) -> Finding | None:
 
 def gate_covers_charge(e: Evidence, decision: Decision) -> Finding | None:
     """An admission must hold against the books counted afresh, as a refusal for memory must."""
-    if decision.kind not in ("whole", "truncated"):
+    if decision.kind == "refused" or not decision.from_queue:
         return None
     if is_simulated(e, decision):
         if simulation_passes(e, decision):
@@ -173,7 +187,7 @@ def other_is_minimal(e: Evidence, decision: Decision) -> Finding | None:
     if chunk_left is None:
         needed = any(d.joined for d in e.earlier) and input_left is not None and most_tokens >= input_left
     else:
-        half_done = any(d.kind != "refused" and d.tail_tokens > 0 for d in e.earlier)
+        half_done = any(d.kind not in ("refused", "loading") and d.tail_tokens > 0 for d in e.earlier)
         unit = math.lcm(e.page_size, e.rules.truncation_align or 1, e.rules.chunk_grid or 1)
         cut_tokens = floor_tokens(chunk_left, unit)
         needed = most_tokens > chunk_left and (half_done or cut_tokens <= 0)
@@ -195,3 +209,17 @@ def fix_is_minimal(e: Evidence, decision: Decision) -> Finding | None:
     if not need < left:
         return None
     return Finding(decision.request, f"refused with NO_TOKEN, but its {need} tokens are below the {left} that remain")
+
+
+def loaded_before_used(e: Evidence, decision: Decision) -> Finding | None:
+    """No chunk goes on from what a load has yet to bring; the fault says when that is there."""
+    rid = decision.request
+    if not decision.joined:
+        return None
+    if decision.load_back and rid in e.late and "load-short" not in decision.faults:
+        return Finding(
+            rid, f"{rid} runs at once on {decision.load_back} tokens that arrive {e.late[rid][0]} rounds later"
+        )
+    if e.round >= e.arrives.get(rid, 0):
+        return None
+    return Finding(rid, f"{rid} runs in round {e.round}, and its load arrives in round {e.arrives[rid]}")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from kvledger.adder import AddReqResult
 from kvledger.arithmetic import ceil_pages
-from kvledger.evidence import Evidence, Finding, most_live, needed_pages_of
+from kvledger.evidence import Evidence, Finding, coming_pages, most_live, needed_pages_of
 from kvledger.record import Decision, LiveRequest, RoundRecord, Snapshot
 
 # --- after every decision
@@ -34,13 +34,13 @@ def tail_spared(e: Evidence, record: RoundRecord) -> Finding | None:
     if record.failure is not None or not record.decoded:
         return None
     needed_pages = sum(needed_pages_of(request, e.page_size) for request in e.after.live)
-    if e.after.baseline_pages >= needed_pages:
+    if coming_pages(e.after) >= needed_pages:
         return None
     unfinished = next((request.rid for request in e.after.live if not request.in_flight), None)
     return Finding(
         unfinished,
         f"after the round, admitted prompts still need {needed_pages * e.page_size} tokens, and free + evictable is "
-        f"{e.after.baseline_pages * e.page_size}",
+        f"{coming_pages(e.after) * e.page_size}",
     )
 
 
@@ -56,17 +56,18 @@ def full_is_true(e: Evidence, record: RoundRecord) -> Finding | None:
     """A full batch lacks memory for somebody, or a request slot; and one that lacks either is called full."""
     if record.failure is not None:
         return None
-    new = [decision for decision in record.decisions if decision.kind not in ("resumed", "deferred")]
+    new = [decision for decision in record.decisions if decision.from_queue]
     no_memory = record.budget_state is AddReqResult.NO_TOKEN
     refused = any(decision.reason is AddReqResult.NO_TOKEN for decision in new)
     slots = e.settings.request_slots
-    no_slot = slots is not None and most_live(e, e.decided or e.after) >= slots
+    # who was withdrawn after the decisions had a slot while they were taken
+    no_slot = slots is not None and most_live(e, e.decided or e.after) + len(record.withdrawn) >= slots
     if record.batch_is_full:
         if no_memory or refused or no_slot:
             return None
         return Finding(None, "the batch is called full, and neither memory nor a request slot is what it lacks")
     waits = len(e.queue) > len(new) and record.budget_state is AddReqResult.CONTINUE and not record.refused
-    joined = any(decision.joined for decision in new)
+    joined = any(decision.kind != "refused" for decision in new)
     if refused or (no_memory and joined) or (no_slot and waits and record.decisions):
         return Finding(None, "the batch lacks memory or a request slot for the next one, and is not called full")
     return None
@@ -75,7 +76,7 @@ def full_is_true(e: Evidence, record: RoundRecord) -> Finding | None:
 def each_decodes_once(e: Evidence, record: RoundRecord) -> Finding | None:
     """Without a batch, or in a mixed one, each running request takes a token, is sent back or aborted; nobody twice,
     and nobody beside a batch that is not mixed."""
-    if e.settings.mode == "prefill" or record.failure is not None:
+    if e.settings.mode == "prefill" or record.failure is not None or e.paused:
         return None
     gone = {*record.went_back, *(rid for rid, _ in record.aborted)}
     for rid in record.decoded:
@@ -106,7 +107,7 @@ def output_exact(e: Evidence, record: RoundRecord) -> Finding | None:
 
 def retraction_exact(e: Evidence, record: RoundRecord) -> Finding | None:
     """Who went back, recounted: the fewest tokens first, as many as the round's pages ask for, and no more."""
-    if e.settings.mode == "prefill" or record.failure is not None or e.decided is None:
+    if e.settings.mode == "prefill" or record.failure is not None or e.decided is None or e.paused:
         return None
     went = [*record.retracted]
     went += [rid for rid, _ in record.aborted if rid not in record.went_back]
@@ -129,6 +130,14 @@ def abort_is_last(e: Evidence, record: RoundRecord) -> Finding | None:
         if e.after.live and not outgrown:
             return Finding(rid, f"{rid} was given up while {e.after.live[0].rid} could still have made room")
     return None
+
+
+def paused_is_still(e: Evidence, record: RoundRecord) -> Finding | None:
+    """In a round that is paused nothing is decided, and nobody takes a token."""
+    told = [*(decision.request for decision in record.decisions), *record.decoded, *record.retracted]
+    if not e.paused or not told:
+        return None
+    return Finding(told[0], f"the node is paused, and in round {record.round} it went on with {told[0]}")
 
 
 def _must_go(e: Evidence, s: Snapshot, staying: list[LiveRequest]) -> Iterator[str]:

@@ -18,9 +18,9 @@ from kvledger.request import USUAL_OUTPUT
 
 def in_order(e: Evidence, decision: Decision) -> Finding | None:
     """Candidates are looked at in the order of the policy, and a half-done request leaves the next their share."""
-    if decision.kind in ("resumed", "deferred"):
+    if not decision.from_queue:
         return _leaves_their_share(e, decision)
-    place = sum(1 for d in e.earlier if d.kind not in ("resumed", "deferred"))
+    place = sum(1 for d in e.earlier if d.from_queue)
     queue = expected_order(e)
     if queue is None or place >= len(queue) or queue[place] == decision.request:
         return None
@@ -68,8 +68,13 @@ def _common(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:
 
 
 def _leaves_their_share(e: Evidence, decision: Decision) -> Finding | None:
-    """Where the shortest go first, what those who are shorter will compute of the chunk budget is kept for them."""
+    """Where the shortest go first, what those who are shorter will compute of the chunk budget is kept for them.
+
+    One whose load was late is no half-done prompt: it was first in its turn, and takes what it would have taken.
+    """
     budget = e.settings.chunked_prefill_size
+    if any(d.kind == "loading" and d.request == decision.request for d in e.earlier):
+        return None
     queue = expected_order(e) if e.settings.schedule_policy == "shortest-prefill-first" else None
     if queue is None or budget is None or decision.kind != "resumed":
         return None
@@ -141,7 +146,8 @@ def queue_kept(e: Evidence, record: RoundRecord) -> Finding | None:
     if record.failure is not None:
         return None
     gone = {rid for rid, _ in record.aborted}
-    waits = [rid for rid in e.queue if rid not in {d.request for d in record.joined}]
+    admitted = {d.request for d in record.decisions if d.kind != "refused"}
+    waits = [rid for rid in e.queue if rid not in admitted]
     waits += [rid for rid in record.went_back if rid not in gone]
     if list(e.after.waiting) == waits:
         return None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvledger.events import Abort, Decode, Event, Release, Round, Submit, Transferred
-from kvledger.evidence import needed_pages_of
+from kvledger.events import Abort, Decode, Event, Release, Round, Submit, Transferred, Unpin
+from kvledger.evidence import coming_pages, needed_pages_of
 from kvledger.monitor import InvariantMonitor
 from kvledger.record import Decision, RoundRecord, Snapshot
 from kvledger.replay import Outcome, Stuck, Target, TargetFactory, replay
@@ -38,7 +38,7 @@ class Moment:
     @property
     def gives_back(self) -> bool:
         """The environment may have returned slots."""
-        return isinstance(self.event, Transferred | Release | Abort)
+        return isinstance(self.event, Transferred | Release | Abort | Unpin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Witness(InvariantMonitor):
         for moments, rank in zip(self.moments_on, (after, *after.ranks), strict=True):
             needs = tuple((each.rid, needed_pages_of(each, rank.page_size)) for each in rank.live if not each.in_flight)
             moments.append(
-                Moment(len(self.steps), self._round, decision, event, rank.baseline_pages, self._leaked_pages, needs)
+                Moment(len(self.steps), self._round, decision, event, coming_pages(rank), self._leaked_pages, needs)
             )
 
     def _count_leaks(self) -> None:

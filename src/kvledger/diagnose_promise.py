@@ -155,10 +155,10 @@ def _last_of_round(history: History, index: int) -> int:
 
 
 def _last_chunk(history: History, at: int, owner: str) -> int | None:
-    """Index of the decision, up to `at`, that last gave `owner` a chunk."""
+    """Index of the decision, up to `at`, that last gave `owner` a chunk, or began its load."""
     for index in range(at, -1, -1):
         decision = history.moments[index].decision
-        if decision is not None and decision.joined and decision.request == owner:
+        if decision is not None and decision.let_in and decision.request == owner:
             return index
     return None
 
@@ -215,7 +215,7 @@ def _add(taken: dict[tuple[str | None, How], int], spendings: Iterable[Spending]
 
 def _takes(history: History, round_number: int, decision: Decision) -> Iterator[Spending]:
     """What a decision takes from the pool, now or when its batch is allocated."""
-    if not decision.joined:
+    if not decision.let_in:
         return
     yield Spending(decision.request, "load-back", decision.load_back)
     yield Spending(decision.request, "lock", decision.newly_locked_tokens)

@@ -35,7 +35,7 @@ KINDS: Mapping[DifferenceKind, str] = MappingProxyType(
         "request": "a decision about another request, or about none",
         "hit": "another prefix found on the device, and so another decision",
         "load_back": "another prefix found on the host, and so another load-back",
-        "kind": "another kind of decision: whole, truncated, resumed, deferred or refused",
+        "kind": "another kind of decision: whole, truncated, resumed, deferred, loading or refused",
         "bounds": "another chunk",
         "reason": "another reason for a refusal",
         "running": "other requests decoded, finished, were sent back, preempted or given up",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from kvledger.faults import FaultKind
 from kvledger.request import USUAL_OUTPUT, Output, Prompt
 
 Tier = Literal["host", "device"]
@@ -87,4 +88,41 @@ class Release:
     ranks: Ranks = None
 
 
-Event = Cached | Submit | Round | Decode | Drain | Transferred | Finish | Abort | Hold | Release
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault is armed: it strikes `request` the next time there is an occasion, once (see faults for the kinds)."""
+
+    kind: FaultKind
+    request: str
+    amount: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """`name` locks what is cached of `prompt` on the device, as a write-back does; pins of one name add up."""
+
+    name: str
+    prompt: Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Unpin:
+    """`name` lets go of all that it has pinned."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Rounds do nothing from now on; time passes all the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Rounds are rounds again."""
+
+
+Faulty = Fault | Pin | Unpin | Pause | Resume
+"""What only a target that models faults can be told."""
+
+Event = Cached | Submit | Round | Decode | Drain | Transferred | Finish | Abort | Hold | Release | Faulty

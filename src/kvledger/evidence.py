@@ -5,6 +5,7 @@ It is the ledger that is on trial, so what is needed is counted from the request
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
@@ -47,6 +48,8 @@ class Evidence:
     the next candidate; `decided`, what the node looked like before it decoded. `joins` numbers those who began to.
 
     On a pipeline all of it is the deciding rank's; `ranks_ended` says who has ended on each replaying one.
+    Of faults: `late` loads that were armed, each request's in rounds, the round before which what was loaded must not
+    be used (`arrives`), and whether the node is `paused`. `round` is the one that is being run, or was last.
     """
 
     settings: NodeSettings
@@ -71,6 +74,10 @@ class Evidence:
     joins: dict[str, int] = field(default_factory=dict)
     decided: Snapshot | None = None
     ranks_ended: list[set[str]] = field(default_factory=list)
+    late: dict[str, list[int]] = field(default_factory=dict)
+    arrives: dict[str, int] = field(default_factory=dict)
+    paused: bool = False
+    round: int = 0
 
     @property
     def page_size(self) -> int:
@@ -97,6 +104,19 @@ def needed_pages_of(request: LiveRequest, page_size: int) -> int:
     return 0 if request.decoding else max(0, ceil_pages(request.prompt_tokens, page_size) - len(request.pages))
 
 
+def coming_pages(s: Snapshot) -> int:
+    """What can be given to those who were admitted: a page that only a write-back locks comes back, and they can wait
+    for it."""
+    return s.baseline_pages + len(s.written_back)
+
+
+def standing(decisions: Iterable[Decision]) -> list[Decision]:
+    """Those that promise something now: a request whose load is there and that runs was promised a load before."""
+    decisions = list(decisions)
+    run = {d.request for d in decisions if d.joined}
+    return [d for d in decisions if d.kind != "loading" or d.request not in run]
+
+
 def output_tokens(e: Evidence, rid: str) -> int:
     """What a promise counts on of a candidate's output: one token where nothing decodes, and never more than the pool
     could hold of it."""
@@ -117,6 +137,8 @@ def owed_tokens(e: Evidence, decision: Decision) -> tuple[int, int]:
     output = output_tokens(e, decision.request)
     if decision.kind == "deferred":
         return 0, ceil_tokens(decision.tail_tokens, e.page_size) + output
+    if decision.kind == "loading":
+        return 0, ceil_tokens(decision.tail_tokens, e.page_size) + output if e.rules.reserve_tail else 0
     now = ceil_tokens(decision.tokens, e.page_size) + e.page_size
     if not decision.tail_tokens:
         return now, output
@@ -146,7 +168,7 @@ def decode_tokens(e: Evidence, snapshot: Snapshot, *, only: str | None = None) -
 def gate_tokens(e: Evidence, decision: Decision) -> tuple[int, Tokens]:
     """What the gate asks for a candidate, and what remains for it, both counted from the batch and the pages; on a
     pipeline, of the rank on which it is nearest to a refusal."""
-    owed = sum(sum(owed_tokens(e, d)) for d in e.earlier) + sum(decode_tokens(e, e.before))
+    owed = sum(sum(owed_tokens(e, d)) for d in standing(e.earlier)) + sum(decode_tokens(e, e.before))
     hits = ((decision.prefix_tokens, decision.newly_locked_tokens), *decision.rank_hits)
     asked = [
         (

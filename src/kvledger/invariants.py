@@ -174,6 +174,20 @@ INVARIANTS: tuple[Invariant, ...] = (
         decode.comes_back_whole,
         _DECODE,
     ),
+    Invariant(
+        "loaded-before-used",
+        "a chunk that goes on from what has not arrived reads whatever lies there",
+        "decision",
+        decided.loaded_before_used,
+        _DECISIONS,
+    ),
+    Invariant(
+        "paused-is-still",
+        "who paused a scheduler is changing what it works on",
+        "round",
+        decode.paused_is_still,
+        _BATCHES,
+    ),
     Invariant("in-order", "whose turn it is must not be passed over", "decision", queue.in_order, _DECODE),
     Invariant(
         "preemption-fair",

@@ -86,6 +86,11 @@ class MemoryLedger:
         self._due_tokens[Due.NOW] -= sum(entry.tokens for entry in entries if entry.due is Due.NOW)
         self._entries[request] = kept
 
+    def forget(self, request: str) -> None:
+        """Nothing is promised to this request any more."""
+        for entry in self._entries.pop(request, []):
+            self._due_tokens[entry.due] -= entry.tokens
+
     def take_back(self, request: str, kind: str, tokens: int | None = None) -> bool:
         """One promise of this kind (and so many `tokens`) is open to others again, to the last fraction; says whether
         there was one.

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from fractions import Fraction
 
 from kvledger.decode import NewTokenRatio
-from kvledger.events import Abort, Event, Finish, Ranks, Submit, Transferred
+from kvledger.events import Abort, Event, Fault, Finish, Pause, Ranks, Resume, Submit, Transferred
 from kvledger.evidence import Evidence, PutBack
 from kvledger.invariants import INVARIANTS, Invariant
 from kvledger.node import PrefillNode
@@ -68,6 +68,9 @@ class InvariantMonitor(Monitor):
         e.mixed_tokens = max(0, e.mixed_tokens - len(went))  # they take no token in this batch
         e.before = e.after
 
+    def withdrew(self) -> None:
+        self._look()
+
     def before_decode(self) -> None:
         self._open_round()
         self._look()
@@ -91,15 +94,28 @@ class InvariantMonitor(Monitor):
 
     def after_decision(self, decision: Decision) -> None:
         self._look()
-        self._round = self._rounds_ended + 1
+        self.evidence.round = self._round = self._rounds_ended + 1
         self._ask("decision", decision)
+        if decision.kind == "loading" and decision.load_back:
+            self._begins_to_load(decision)
         self.evidence.earlier.append(decision)
         self.evidence.put_back = []
+
+    def _begins_to_load(self, decision: Decision) -> None:
+        e, rid = self.evidence, decision.request
+        e.computed[rid] = decision.start
+        armed = e.late.get(rid)
+        if armed:
+            e.arrives[rid] = e.round + armed.pop(0)
+            if not armed:
+                del e.late[rid]
 
     def after_round(self, record: RoundRecord) -> None:
         self._open_round()
         self._count_output(record)
         self.evidence.departed = ""
+        for rid in record.withdrawn:
+            self._gave_up(rid, "between the decision about it and its allocation")
         self.evidence.decided = self.evidence.after
         self._look()
         self._round = self._rounds_ended = record.round
@@ -194,6 +210,10 @@ class InvariantMonitor(Monitor):
                 e.departed = f"{rid} was aborted"
             case Transferred(request=rid, ranks=ranks) if e.settings.mode == "prefill":
                 e.departed = f"{rid} was transferred" if self._transferred(rid, ranks) else ""
+            case Fault(kind="load-late", request=rid, amount=int(rounds)):
+                e.late.setdefault(rid, []).append(rounds)
+            case Pause() | Resume():
+                e.paused = isinstance(event, Pause)
 
     def _transferred(self, rid: str, ranks: Ranks) -> bool:
         """It ends on each rank that hears of it and has sent it; says whether there is one."""
@@ -210,6 +230,13 @@ class InvariantMonitor(Monitor):
         for rank, ended in enumerate(self.evidence.ranks_ended, 1):
             if ranks is None or rank in ranks:
                 ended.update(rids)
+
+    def _gave_up(self, rid: str, when: str = "") -> None:
+        e = self.evidence
+        e.computed.pop(rid, None)
+        e.unserved.discard(rid)
+        e.ended.add(rid)
+        e.departed = f"{rid} was aborted {when}".rstrip()
 
     def _look(self) -> None:
         self.evidence.after = ask(self._target.snapshot)

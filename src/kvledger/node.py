@@ -7,17 +7,17 @@ allocate and run. Step numbers in comments are those of the design.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from kvledger.adder import AddReqResult, Chunk, PrefillAdder
 from kvledger.arithmetic import ceil_pages, floor_tokens
-from kvledger.occupancy import Occupancy
+from kvledger.faults import ExposedMemory
 from kvledger.policy import continuation_limit, ordered, prefill_work
 from kvledger.pool import OutOfPages, PrefillOutOfMemory
 from kvledger.record import Decision, DecisionKind, RoundRecord, Snapshot
-from kvledger.request import USUAL_OUTPUT, Output, Prompt, Request, RequestState
+from kvledger.request import USUAL_OUTPUT, CachedPage, Output, Prompt, Request, RequestState
 from kvledger.rules import AccountingRules
 from kvledger.settings import FIRST_TOKEN, NodeSettings
 from kvledger.slots import StateSlots
@@ -32,18 +32,21 @@ class Watcher:
     def preempted(self) -> None:
         """Between two decisions, running requests have been put back for the next candidate."""
 
+    def withdrew(self) -> None:
+        """Requests of the batch were given up after the decisions; what is left of it will run."""
+
     def before_decode(self) -> None:
         """The batch, if there is one, has run; what runs beside it, or in its place, comes next."""
 
 
-class PrefillNode(Occupancy):
+class PrefillNode(ExposedMemory):
     """The project's own scheduler, pool and prefix cache. Names of requests are unique over its life.
 
     Settings of another mode, or with pipeline ranks, build the node that has registered itself for it (`modes`).
     """
 
     capabilities = frozenset({"batches", "counts", "grid", "decisions", "offsets", "pages", "decode", "one-cut"})
-    features = frozenset({"lpm", "shortest-prefill-first", "priority"})
+    features = frozenset({"lpm", "shortest-prefill-first", "priority", "faults"})
     modes: ClassVar[dict[str, type[PrefillNode]]] = {}
 
     def __new__(cls, settings: NodeSettings, *_arguments: Any, **_named: Any) -> PrefillNode:
@@ -116,25 +119,35 @@ class PrefillNode(Occupancy):
 
     def run_round(self) -> RoundRecord:
         """Steps 1 to 9. A failed allocation is in the record; the node is of no use after it."""
-        self.rounds += 1
+        self._begin_round()
         counters = self._counters()
         adder = self._unsettled = self._open_books()
+        if self.paused:
+            return self._record(ledger_facts(adder), counters)
         decisions: list[Decision] = []
         failure: PrefillOutOfMemory | None = None
         batch_is_full = False
         try:
             self._candidates = self._queue()
+            self._await_loads(adder, decisions)
             self._resume(adder, decisions)
+            self._run_loaded(adder, decisions)
             batch_is_full = self._admit(adder, decisions)
         except PrefillOutOfMemory as error:
             failure = error
         facts = ledger_facts(adder)
         if failure is None:
+            if self.withdraw(adder):
+                self.watcher.withdrew()
             failure = self._allocate_batch(adder)
         if failure is None:
             self._run_batch(adder)
             failure = self._beside(adder)
         return self._record(facts, counters, tuple(decisions), batch_is_full, failure)
+
+    def _begin_round(self) -> None:
+        self.rounds += 1
+        self.struck.clear()
 
     def _record(
         self,
@@ -159,6 +172,8 @@ class PrefillNode(Occupancy):
             dropped_pages=dropped_pages,
             shared_pages=shared_pages,
             failure=None if failure is None else failure_of(failure),
+            loading=self.on_the_way(),
+            struck=tuple(self.struck),
             **facts,
         )
 
@@ -222,6 +237,21 @@ class PrefillNode(Occupancy):
         kind: DecisionKind = "deferred" if adder.deferred else "resumed"
         self._decided(decisions, decision_of(adder, request, kind))
 
+    def _await_loads(self, adder: PrefillAdder, decisions: list[Decision]) -> None:
+        """Who was admitted and waits for a late load is in every round's books, before anybody else."""
+        for request, _ in self.loading.values():
+            self.watcher.before_decision()
+            adder.await_load(request)
+            self._decided(decisions, decision_of(adder, request, "loading"))
+
+    def _run_loaded(self, adder: PrefillAdder, decisions: list[Decision]) -> None:
+        """Those of them whose load is there, behind the half-done request and before the queue."""
+        for request in self.arrived():
+            self.watcher.before_decision()
+            if adder.add_loaded_req(request):
+                del self.loading[request.rid]
+                self._decided(decisions, decision_of(adder, request, "resumed"))
+
     def _admit(self, adder: PrefillAdder, decisions: list[Decision]) -> bool:
         """Step 3: the queue, until an answer that is not CONTINUE. Says whether room was what ended it: of memory, or
         of request slots."""
@@ -254,35 +284,44 @@ class PrefillNode(Occupancy):
 
     def _decide(self, adder: PrefillAdder, decisions: list[Decision], request: Request) -> tuple[AddReqResult, bool]:
         """One candidate: match, ask the adder, and on admission give it its cached pages."""
+        struck_before = len(self.struck)
         self._match(request)
-        newly_locked_pages = self._newly_locked_pages(request)
         self.watcher.before_decision()
-        batch_before = len(adder.can_run_list)
+        if self.match_strikes(request):
+            self._match_again(request)
+        hit_pages, newly_locked_pages = len(request.device_hit), self._newly_locked_pages(request)
+        batch_before, loading_before = len(adder.can_run_list), len(adder.loading)
         if self.slots is not None and not self.slots.has_room():
             return self._refuse_without_slot(adder, decisions, request)
         try:
             state = adder.add_one_req(request)
             refused = state is AddReqResult.NO_TOKEN and len(adder.can_run_list) == batch_before
             if refused and self._make_way(adder, request):
-                newly_locked_pages = self._newly_locked_pages(request)
+                hit_pages, newly_locked_pages = len(request.device_hit), self._newly_locked_pages(request)
                 state = adder.add_one_req(request)
         except OutOfPages as error:
             raise PrefillOutOfMemory(
                 request.rid, request.host_hit_tokens, error.free_tokens, error.evictable_tokens
             ) from error
         joined = len(adder.can_run_list) > batch_before
-        if joined:
+        late = len(adder.loading) > loading_before
+        # where a load fell short less of the device hit may be of use, and what it gave up are the last of its pages
+        newly_locked_pages = max(0, newly_locked_pages - max(0, hit_pages - len(request.device_hit)))
+        loads = request.host_hit_tokens if late else 0
+        if joined or late:
             self._take_hit(request)
-        kind: DecisionKind = adder.can_run_list[-1].kind if joined else "refused"
+        kind: DecisionKind = adder.can_run_list[-1].kind if joined else "loading" if late else "refused"
         decision = decision_of(
             adder,
             request,
             kind,
-            reason=None if joined else state,
+            reason=None if joined or late else state,
             newly_locked_tokens=newly_locked_pages * self.page_size,
+            loads=loads,
+            faults=tuple(kind for kind, _ in self.struck[struck_before:]),
         )
         self._decided(decisions, decision)
-        return state, joined
+        return state, joined or late
 
     def _newly_locked_pages(self, request: Request) -> int:
         """By how many pages the lock on its device hit will lower the baseline."""
@@ -297,16 +336,24 @@ class PrefillNode(Occupancy):
         return state, False
 
     def _match(self, request: Request) -> None:
-        """The usable hit: full pages without the last token, device first, floored to the grid where state is saved."""
+        """The usable hit: full pages without the last token, device first."""
         keys = request.prompt.page_keys(self.page_size)[: (request.prompt_tokens - 1) // self.page_size]
         found = self.tree.match(keys) if self.settings.prefix_cache else []
-        usable = found[: floor_tokens(len(found) * self.page_size, self.grid_tokens) // self.page_size]
-        if self.slots is not None:
-            usable = list(self.slots.usable(found))
+        usable = list(self._usable(found))
         request.device_hit = [cached for cached in usable if cached.page is not None]
         request.host_hit = usable[len(request.device_hit) :]
         request.prefix_tokens = len(request.device_hit) * self.page_size
         request.host_hit_tokens = len(request.host_hit) * self.page_size
+
+    def _match_again(self, request: Request) -> None:
+        """What it had matched was not locked yet, and is not there any more."""
+        self._match(request)
+
+    def _usable(self, found: Sequence[CachedPage]) -> Sequence[CachedPage]:
+        """Down to the grid, where state is saved."""
+        if self.slots is not None:
+            return self.slots.usable(found)
+        return found[: floor_tokens(len(found) * self.page_size, self.grid_tokens) // self.page_size]
 
     def _take_hit(self, request: Request) -> None:
         """An admitted request owns its hit: locked, used just now, first in its page table."""
@@ -343,10 +390,12 @@ class PrefillNode(Occupancy):
         for chunk in adder.can_run_list:
             request = self.live[chunk.request.rid]
             request.prefix_tokens = chunk.end
-            keeps_states = self.slots if self.settings.prefix_cache else None  # a state is saved with its page
+            keeps = self.settings.prefix_cache and not self.strikes("skip-insert", request.rid)
+            keeps_states = self.slots if keeps else None  # a state is saved with its page
             if keeps_states is not None:
                 keeps_states.reserve(request.rid, chunk.start, chunk.end)
-            self._cache_full_pages(request)
+            if keeps:
+                self._cache_full_pages(request)
             if keeps_states is not None:
                 keeps_states.attach(request.rid, request.locked)
             if chunk.end == request.prompt_tokens:
@@ -357,8 +406,6 @@ class PrefillNode(Occupancy):
         request.state = RequestState.IN_FLIGHT
 
     def _cache_full_pages(self, request: Request) -> None:
-        if not self.settings.prefix_cache:
-            return
         first, end = request.shared_pages, request.prefix_tokens // self.page_size
         keys = request.prompt.page_keys(self.page_size)[first:end]
         parent = request.locked[-1] if request.locked else self.tree.root
@@ -373,6 +420,7 @@ class PrefillNode(Occupancy):
         if self.slots is not None:
             self.slots.end(request.rid)
         request.state = RequestState.ENDED
+        self.loading.pop(request.rid, None)
         del self.live[request.rid]
         if self.chunked_req is request:
             self.chunked_req = None
@@ -381,8 +429,8 @@ class PrefillNode(Occupancy):
 
     @property
     def has_work(self) -> bool:
-        """Something is waiting or half done."""
-        return bool(self.waiting) or self.chunked_req is not None
+        """Something is waiting, half done or loading."""
+        return bool(self.waiting) or self.chunked_req is not None or bool(self.loading)
 
     def in_flight(self) -> tuple[str, ...]:
         """Names of requests whose KV is being sent, in admission order."""

@@ -1,13 +1,14 @@
-"""What a node's memory holds, and what outsiders do to it: prefixes cached by others, plain slots taken."""
+"""What a node's memory holds, and what outsiders do to it: prefixes cached by others, pages pinned, slots taken."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from kvledger.arithmetic import ceil_pages
 from kvledger.pool import OutOfPages, PagePool
 from kvledger.radix import PrefixTree
-from kvledger.request import Prompt
+from kvledger.request import CachedPage, Prompt
 
 
 @dataclass(slots=True)
@@ -26,6 +27,7 @@ class Occupancy:
         self.pool = PagePool(pool_pages, page_size)
         self.tree = PrefixTree(self.pool, host_pages)
         self.held: dict[str, Held] = {}
+        self.pins: dict[str, list[CachedPage]] = {}
 
     def cache_on_device(self, prompt: Prompt, *, locked: bool) -> None:
         """Put a prompt's full pages on the device; `locked` ones stay so. OutOfPages if they do not fit."""
@@ -63,3 +65,26 @@ class Occupancy:
         keep_pages = ceil_pages(held.tokens, self.page_size)
         self.pool.free(held.pages[keep_pages:])
         del held.pages[keep_pages:]
+
+    def pin(self, name: str, prompt: Prompt) -> None:
+        """Lock what is cached of a prompt on the device, as a write-back does while it copies."""
+        found = self.tree.match(prompt.page_keys(self.page_size))
+        path = [cached for cached in found if cached.page is not None]
+        self.tree.lock(path)
+        for cached in path:
+            cached.pinned_refs += 1
+        self.pins.setdefault(name, []).extend(path)
+
+    def unpin(self, name: str) -> None:
+        """Let go of all that `name` has pinned."""
+        path = self.pins.pop(name, [])
+        for cached in path:
+            cached.pinned_refs -= 1
+        self.tree.unlock(path)
+
+    def written_back(self) -> tuple[int, ...]:
+        """Device pages that only pins protect: they can be had again as soon as those are gone."""
+        if not self.pins:
+            return ()
+        refs = Counter(cached for path in self.pins.values() for cached in path)
+        return tuple(c.page for c, times in refs.items() if c.page is not None and c.lock_refs == times)

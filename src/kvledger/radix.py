@@ -12,8 +12,17 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
+from kvledger.adder import Loading
 from kvledger.pool import OutOfPages, PagePool
 from kvledger.request import CachedPage, Request
+
+
+def _with_all_below(top: CachedPage) -> list[CachedPage]:
+    """Parents before their children."""
+    found = [top]
+    for cached in found:
+        found.extend(cached.children.values())
+    return found
 
 
 class LeafQueue:
@@ -81,6 +90,7 @@ class PrefixTree:
         self.page_size = pool.page_size
         self.host_limit_pages = host_pages
         self.mover: PageMover | None = None
+        self.loader: Callable[[Request], int | Loading | None] | None = None
         self.disable = False
         self.root = CachedPage(None, None, 0)
         self.evictable_pages = 0
@@ -138,9 +148,13 @@ class PrefixTree:
     def dec_lock_ref(self, req: Request) -> None:
         self.unlock(req.device_hit)
 
-    def init_load_back(self, req: Request) -> None:
-        """Copy the request's host hit up: its slots are allocated here and now, and locked."""
+    def init_load_back(self, req: Request) -> int | Loading | None:
+        """Copy the request's host hit up: its slots are allocated here and now, and locked. A `loader`, where there is
+        one, does it instead, and answers to the adder."""
+        if self.loader is not None:
+            return self.loader(req)
         self.load_back(req.host_hit)
+        return None
 
     # --- locks and recency
 
@@ -181,6 +195,10 @@ class PrefixTree:
     def _evict_one(self) -> None:
         victim = self._device_leaves.pop()
         assert victim is not None, f"{self.evictable_pages} pages count as evictable, but no leaf is"
+        self._evict(victim)
+
+    def _evict(self, victim: CachedPage) -> None:
+        """An unlocked device leaf goes to the host."""
         assert victim.page is not None and victim.parent is not None
         if self.mover is not None:
             self.mover.evicted(victim, victim.page)
@@ -193,6 +211,38 @@ class PrefixTree:
         self.host_pages += 1
         self._host_leaves.offer(victim)
         self._trim_host()
+
+    def evict_below(self, top: CachedPage) -> None:
+        """An unlocked page, and all below it, leave the device for the host, leaves first."""
+        for cached in reversed(_with_all_below(top)):
+            if cached.page is not None:
+                self._evict(cached)
+
+    def drop_below(self, top: CachedPage) -> None:
+        """An unlocked page, and all below it, are gone from both tiers. A device page keeps its number, so that who
+        still has it in hand has the number of a free page."""
+        for cached in reversed(_with_all_below(top)):
+            page, parent = cached.page, cached.parent
+            assert parent is not None and not cached.lock_refs
+            if page is not None:
+                if self.mover is not None:
+                    self.mover.evicted(cached, page)
+                self.pool.free([page])
+                del self._on_device[cached.serial]
+                self.evictable_pages -= 1
+                self.evicted_pages += 1
+                parent.device_children -= 1
+            else:
+                self.host_pages -= 1
+                self.dropped_pages += 1
+            cached.last_used = -1  # what the queues of leaves have of it is stale now
+            if self.mover is not None:
+                self.mover.dropped(cached)
+            del parent.children[cached.key]
+            del self._cached[cached.serial]
+        assert top.parent is not None
+        self._device_leaves.offer(top.parent)
+        self._host_leaves.offer(top.parent)
 
     def _lost_device_child(self, parent: CachedPage) -> None:
         parent.device_children -= 1

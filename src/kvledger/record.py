@@ -12,7 +12,7 @@ from typing import Literal
 from kvledger.adder import AddReqResult
 from kvledger.ledger import Promise
 
-DecisionKind = Literal["whole", "truncated", "resumed", "deferred", "refused"]
+DecisionKind = Literal["whole", "truncated", "resumed", "deferred", "loading", "refused"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,8 @@ class Decision:
     state slot that the refused one lacks, not tokens. `output_tokens`: what the gate counts on of its output.
     `chunk_limit`: what the half-done one may compute at most, because the rest of the budget is kept for shorter ones.
     `rank_hits`: (`prefix_tokens`, `newly_locked_tokens`) on each replaying rank, where the gate asked them too.
+    "loading" is admitted and runs when its load is there: with a `load_back` in the round that admits it, without one
+    in each later one. `faults` are the kinds that struck while it was decided.
     """
 
     request: str
@@ -37,6 +39,7 @@ class Decision:
     reason: AddReqResult | None = None
     forced: bool = False
     no_slot: bool = False
+    faults: tuple[str, ...] = ()
     output_tokens: int = 1
     chunk_limit: int | None = None
     rank_hits: tuple[tuple[int, int], ...] = ()
@@ -56,8 +59,18 @@ class Decision:
 
     @property
     def joined(self) -> bool:
-        """It is part of this round's batch."""
+        """It is to be part of this round's batch."""
         return self.kind in ("whole", "truncated", "resumed")
+
+    @property
+    def let_in(self) -> bool:
+        """It is to be part of this round's batch, or begins to load."""
+        return self.joined or (self.kind == "loading" and self.load_back > 0)
+
+    @property
+    def from_queue(self) -> bool:
+        """It was waiting until this decision."""
+        return self.kind == "refused" or (self.let_in and self.kind != "resumed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +119,8 @@ class RoundRecord:
     Requests that `decoded` took a token, `finished` their output, had their admitted prefill `rolled_back`, or wait for
     a copy that goes on after the round (`loading`). Of the running ones `retracted` went back to the queue because the
     pool had no slots for everybody's next token, `preempted` to make way for a more important one; nobody is in both.
-    `aborted` ones could not go on, each with the reason: they may have gone back first. `ranks` are
-    the pipeline ranks that replayed it; all other facts are the deciding rank's.
+    `aborted` ones could not go on, each with the reason: they may have gone back first. `struck` are the faults that
+    did, each with its request. `ranks` are the pipeline ranks that replayed it; all else is the deciding rank's.
     """
 
     round: int
@@ -134,10 +147,18 @@ class RoundRecord:
     preempted: tuple[str, ...] = ()
     aborted: tuple[tuple[str, str], ...] = ()
     ranks: tuple[RankRound, ...] = ()
+    struck: tuple[tuple[str, str], ...] = ()
 
     @property
     def joined(self) -> tuple[Decision, ...]:
-        return tuple(decision for decision in self.decisions if decision.joined)
+        """What ran in the batch."""
+        gone = self.withdrawn
+        return tuple(each for each in self.decisions if each.joined and each.request not in gone)
+
+    @property
+    def withdrawn(self) -> tuple[str, ...]:
+        """Requests that were given up between the decision about them and its allocation."""
+        return tuple(rid for kind, rid in self.struck if kind == "abort-decided") if self.struck else ()
 
     @property
     def refused(self) -> tuple[Decision, ...]:
@@ -194,7 +215,8 @@ class Snapshot:
 
     Of the host tier it has a count and, through `clock`, whether any page of either tier was used: a host may be a
     hundred times the pool. `open_promises` were due in the last round and were not settled by an allocation. `ranks`
-    are the same of each pipeline rank that replays.
+    are the same of each pipeline rank that replays. Only pins, which
+    somebody will take away again, protect the `written_back` pages.
     """
 
     page_size: int
@@ -209,6 +231,7 @@ class Snapshot:
     clock: int = 0
     open_promises: tuple[Promise, ...] = field(default=())
     ranks: tuple[Snapshot, ...] = ()
+    written_back: tuple[int, ...] = ()
 
     def pages(self) -> tuple[PageView, ...]:
         """The cached pages as named fields; the search reads the bare tuples, which are much cheaper to make."""

@@ -14,13 +14,20 @@ from kvledger.events import (
     Decode,
     Drain,
     Event,
+    Fault,
+    Faulty,
     Finish,
     Hold,
+    Pause,
+    Pin,
     Release,
+    Resume,
     Round,
     Submit,
     Transferred,
+    Unpin,
 )
+from kvledger.faults import FAULT_AMOUNTS, FaultKind
 from kvledger.node import PrefillNode, Watcher
 from kvledger.pipeline import PipelineNode  # noqa: F401 - registers itself for pipeline ranks
 from kvledger.pool import OutOfPages
@@ -47,10 +54,10 @@ class Target(Protocol):
 
     An attribute `features`, where there is one, names what it models beyond plain prefill: `unified` (decode beside
     prefill: `submit` takes an Output as well, and there are `run_decode` and `finish`), `mixed_chunk`, schedule
-    policies, and `ranks` (a pipeline: `transferred`, `abort`, `cache_on_...`, `hold` and `release` take the keyword
-    `ranks`, numbers in order, where they do not reach all of them). A trace that asks for more is bad input. `foreign`,
-    if true, says that the code behind it is somebody else's: what it raises is a finding (`never-raises`), not a fault
-    of ours.
+    policies, `faults` (see FaultyTarget), and `ranks` (a pipeline: `transferred`, `abort`, `cache_on_...`, `hold` and
+    `release` take the keyword `ranks`, numbers in order, where they do not reach all of them). A trace that asks for
+    more is bad input. `foreign`, if true, says that the code behind it is somebody else's: what it raises is a finding
+    (`never-raises`), not a fault of ours.
 
     `ignores`, where there is one, names what it does nothing with, which is then neither drawn nor blamed: `rules` (no
     switch of them reaches it), `cached` (prefixes of others), `held` (slots of outsiders).
@@ -91,6 +98,19 @@ class UnifiedTarget(Target, Protocol):
     def finish(self, rid: str) -> None:
         """A running request's output ends now; nothing happens to any other."""
         ...
+
+
+class FaultyTarget(Target, Protocol):
+    """A target that models faults. A round that is paused is in its records all the same."""
+
+    def fault(self, kind: FaultKind, rid: str, amount: int | None = None) -> None:
+        """Arm a fault for a request; it strikes at the next occasion, once."""
+        ...
+
+    def pin(self, name: str, prompt: Prompt) -> None: ...
+    def unpin(self, name: str) -> None: ...
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
 
 
 TargetFactory = Callable[[NodeSettings, AccountingRules, Watcher], Target]
@@ -220,14 +240,16 @@ def _violation(kind: str, round_number: int, facts: AllocationFailure | Stuck) -
     }
 
 
-DECODE_FACTS = ("decoded", "finished", "retracted", "preempted", "rolled_back", "loading")
+ROUND_FACTS = ("decoded", "finished", "retracted", "preempted", "rolled_back", "loading")
 
 
 def round_document(record: RoundRecord) -> dict[str, Any]:
-    """A round in the outcome's JSON form; what only decode or late loads bring is there if it happened."""
-    told: dict[str, Any] = {name: list(requests) for name in DECODE_FACTS if (requests := getattr(record, name))}
+    """A round in the outcome's JSON form; what only decode, faults or ranks bring is there if it happened."""
+    told: dict[str, Any] = {name: list(requests) for name in ROUND_FACTS if (requests := getattr(record, name))}
     if record.ranks:
         told["ranks"] = [_rank_document(rank) for rank in record.ranks]
+    if record.struck:
+        told["struck"] = [{"fault": kind, "request": request} for kind, request in record.struck]
     if record.aborted:
         told["aborted"] = [{"request": request, "reason": reason} for request, reason in record.aborted]
     return told | {
@@ -312,6 +334,26 @@ def _check_modelled(settings: NodeSettings, target: Target) -> None:
             raise UnmodelledError(f"node.{key}", f"{value} is not modelled by this target")
 
 
+def _event_word(event: Faulty) -> str:
+    return type(event).__name__.lower()
+
+
+def faulty_words(event: Faulty) -> tuple[str, str, int | None]:
+    """What happened, to whom, and of how many tokens where that matters."""
+    match event:
+        case Fault(kind, rid, amount):
+            unit = FAULT_AMOUNTS.get(kind)
+            return f"armed {kind}{f' ({amount} {unit})' if unit else ''}:", rid, None
+        case Pin(name, prompt):
+            return "pinned", f"{prompt.segments[-1][0]} by {name}", prompt.tokens
+        case Unpin(name):
+            return "unpinned", name, None
+        case Pause():
+            return "paused", "node", None
+        case Resume():
+            return "resumed", "node", None
+
+
 @contextmanager
 def _named_if_it_fails(factory: TargetFactory) -> Iterator[None]:
     """TargetError for what somebody else's target raises before the first event; a fault of ours stays one."""
@@ -376,6 +418,9 @@ class _Overhearing(Watcher):
     def before_decode(self) -> None:
         _judge(self._monitor.before_decode)
 
+    def withdrew(self) -> None:
+        _judge(self._monitor.withdrew)
+
 
 class Replay:
     """A trace in the making: `apply` events one by one, read `outcome` at any time.
@@ -404,6 +449,9 @@ class Replay:
         self.prompts: dict[str, Prompt] = {}
         self.outputs: dict[str, Output] = {}
         self._half_told: dict[str, set[int]] = {}
+        self.pins: list[str] = []
+        self.paused = False
+        self._late_rounds = 0
 
     @property
     def dead(self) -> bool:
@@ -425,6 +473,9 @@ class Replay:
         self.crashed = True
 
     def _let_happen(self, event: Event) -> None:
+        if isinstance(event, Faulty) and "faults" not in getattr(self.target, "features", ()):
+            word = _event_word(event)
+            raise UnmodelledError("event", f'"{word}" is not modelled by this target')
         if not isinstance(event, STEPS):
             self.outcome.happenings.append(self._happening(event))
         match event:
@@ -445,6 +496,8 @@ class Replay:
                 self._abort(event)
             case Cached() | Hold() | Release():
                 self._environment(event)
+            case Fault() | Pin() | Unpin() | Pause() | Resume():
+                self._go_wrong(event)
         if not isinstance(event, STEPS):
             self.monitor.after_event(event)
 
@@ -474,6 +527,8 @@ class Replay:
                 return Happening(rounds, "held", name, tokens)
             case Release(name=name, tokens=released):
                 return Happening(rounds, "released", name, released)
+            case Fault() | Pin() | Unpin() | Pause() | Resume():
+                return Happening(rounds, *faulty_words(event))
         raise AssertionError(f"{event} is a round, not something between rounds")
 
     def _why_not_finished(self, rid: str) -> str:
@@ -534,6 +589,23 @@ class Replay:
             field_name = "prompt" if isinstance(event, Cached) else "tokens"
             raise EventError(field_name, str(raised.error)) from raised.error
 
+    def _go_wrong(self, event: Faulty) -> None:
+        target = cast(FaultyTarget, self.target)
+        match event:
+            case Fault(kind, rid, amount):
+                ask(target.fault, kind, rid, amount)
+                if kind == "load-late":
+                    self._late_rounds += amount or 0
+            case Pin(name, prompt):
+                ask(target.pin, name, prompt)
+                self.pins += [name] if name not in self.pins else []
+            case Unpin(name):
+                ask(target.unpin, name)
+                self.pins = [each for each in self.pins if each != name]
+            case Pause() | Resume():
+                ask(target.pause if isinstance(event, Pause) else target.resume)
+                self.paused = isinstance(event, Pause)
+
     def _round(self) -> RoundRecord:
         self.monitor.before_round()
         return self._ran(ask(self.target.run_round))
@@ -545,9 +617,14 @@ class Replay:
         return record
 
     def _drain(self) -> None:
-        """The worst environment that is still fair: transfers complete only when a round admitted nothing."""
+        """The worst environment that is still fair: transfers complete only when a round admitted nothing, nothing is
+        pinned for ever, and nobody stands still."""
         for rid in tuple(self._half_told):
             self._let_happen(Abort(rid))
+        for name in list(self.pins):
+            self._let_happen(Unpin(name))
+        if self.paused:
+            self._let_happen(Resume())
         bound = self._drain_bound_rounds()
         for _ in range(bound):
             if not self._has_work:
@@ -555,7 +632,7 @@ class Replay:
             record = self._round()
             if self.dead:
                 return
-            told = (record.joined, record.decoded, record.finished, record.aborted, record.loading)
+            told = (record.joined, record.decoded, record.finished, record.aborted, record.loading, record.withdrawn)
             sent_back = record.went_back or record.rolled_back
             if not any(told) and not self._transfer_all() and not sent_back and self._has_work:
                 self._stick(record, "a round admitted nothing and nothing is in flight")
@@ -577,7 +654,7 @@ class Replay:
         Where requests are sent back to the queue each may have to begin again behind every other one.
         """
         pages = sum(ceil_pages(prompt.tokens, self.settings.page_size) for prompt in self.prompts.values())
-        bound = 2 * pages + 3 * len(self.prompts) + 1
+        bound = 2 * pages + 3 * len(self.prompts) + self._late_rounds + 1
         if self.settings.mode == "prefill" and "optimistic" not in self.target.capabilities:
             return bound
         return (bound + sum(output.max_new_tokens for output in self.outputs.values())) * (len(self.prompts) + 1)

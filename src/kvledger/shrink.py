@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from kvledger.arithmetic import ceil_pages
-from kvledger.events import Cached, Event, Hold, Submit
-from kvledger.evidence import needed_pages_of
+from kvledger.events import Cached, Event, Hold, Pin
+from kvledger.evidence import coming_pages, needed_pages_of
 from kvledger.invariants import INVARIANTS, Invariant
 from kvledger.monitor import InvariantMonitor
 from kvledger.node import PrefillNode
@@ -26,6 +26,7 @@ from kvledger.replay import EventError, Replay, TargetFactory
 from kvledger.rules import AccountingRules
 from kvledger.settings import NodeSettings
 from kvledger.shrink_passes import (
+    WITH_PROMPT,
     Measure,
     Pass,
     fewer_events,
@@ -182,10 +183,13 @@ class _Probe(InvariantMonitor):
             self._clock.check()
 
     def after_event(self, event: Event) -> None:
-        if isinstance(event, (Hold, Cached)):
+        if isinstance(event, (Hold, Cached, Pin)):
             snapshot = self._target.snapshot()
             needed_pages = sum(needed_pages_of(request, snapshot.page_size) for request in snapshot.live)
-            self.unfair = self.unfair or snapshot.baseline_pages < needed_pages
+            # what is pinned comes back, and is waited for where the rules say so
+            waits = self.evidence.rules.on_shortage == "defer"
+            there_pages = coming_pages(snapshot) if waits else snapshot.baseline_pages
+            self.unfair = self.unfair or there_pages < needed_pages
             if self.unfair and self._fair:
                 raise _Stop
         super().after_event(event)
@@ -224,7 +228,7 @@ def _place(found: _Found) -> Measure:
 
 
 def _slow(found: _Found) -> bool:
-    prompts = [event.prompt for event in found.trace.events if isinstance(event, (Submit, Cached))]
+    prompts = [event.prompt for event in found.trace.events if isinstance(event, WITH_PROMPT)]
     pages = sum(ceil_pages(prompt.tokens, found.trace.node.page_size) for prompt in prompts)
     return len(found.trace.events) + found.rounds > SLOW_STEPS or pages > SLOW_PAGES
 

@@ -18,14 +18,20 @@ from kvledger.events import (
     Decode,
     Drain,
     Event,
+    Fault,
     Finish,
     Hold,
+    Pause,
+    Pin,
     Ranks,
     Release,
+    Resume,
     Round,
     Submit,
     Transferred,
+    Unpin,
 )
+from kvledger.faults import FAULT_KINDS
 from kvledger.request import USUAL_OUTPUT, Prompt
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.settings import NodeSettings, RankSettings
@@ -64,7 +70,13 @@ _WEIGHTS = {
     Cached: 4,
     Abort: 4,
     Hold: 5,
+    Fault: 4,
+    Pin: 5,
+    Unpin: 3,
+    Pause: 4,
+    Resume: 3,
 }
+WITH_PROMPT = (Submit, Cached, Pin)
 _LOCKED_WEIGHT = 2
 _SEGMENT_WEIGHT = 2
 _SHARED_WEIGHT = 1
@@ -72,7 +84,12 @@ _APART_WEIGHT = 1
 # events of the same weight are sorted: what was there before the requests comes before them
 _PLACES = {
     kind: place
-    for place, kind in enumerate((Cached, Hold, Submit, Release, Transferred, Abort, Round, Drain, Decode, Finish))
+    for place, kind in enumerate(
+        (
+            *(Cached, Hold, Submit, Release, Transferred, Abort, Round, Drain, Decode, Finish),
+            *(Fault, Pin, Unpin, Pause, Resume),
+        )
+    )
 }
 
 Sizes = tuple[int, ...]
@@ -113,14 +130,17 @@ def shape_key(events: Sequence[Event]) -> Measure:
             case Submit(name, _, output) if output != USUAL_OUTPUT:
                 details = [names.setdefault(name, len(names)), int(output.ignore_eos), abs(output.priority)]
                 weight += sum(getattr(output, key.name) != key.default for key in fields(output))
-            case Submit(name) | Transferred(name) | Finish(name) | Abort(name) | Hold(name):
+            case Fault(kind, name, amount):
+                details = [names.setdefault(name, len(names)), FAULT_KINDS.index(kind), int(bool(amount))]
+                weight += bool(amount)
+            case Submit(name) | Transferred(name) | Finish(name) | Abort(name) | Hold(name) | Pin(name) | Unpin(name):
                 details = [names.setdefault(name, len(names))]
             case Release(name, tokens):
                 details = [names.setdefault(name, len(names)), int(tokens is not None)]
                 weight += tokens is not None
             case _:
                 pass
-        if isinstance(event, (Cached, Submit)):
+        if isinstance(event, WITH_PROMPT):
             weight += _SEGMENT_WEIGHT * (len(event.prompt.segments) - 1)
             for segment, _ in event.prompt.segments:
                 weight += _SHARED_WEIGHT * (segment in segments)
@@ -167,12 +187,14 @@ def sizes_of(trace: Trace) -> Sizes:
         sizes += [size for name in RULE_SIZES if isinstance(size := getattr(trace.rules, name), int)]
     for event in trace.events:
         match event:
-            case Submit(prompt=prompt) | Cached(prompt=prompt):
+            case Submit(prompt=prompt) | Cached(prompt=prompt) | Pin(prompt=prompt):
                 sizes += [tokens for _, tokens in prompt.segments]
                 if isinstance(event, Submit) and event.output.max_new_tokens > 1:
                     sizes.append(event.output.max_new_tokens)
             case Hold(tokens=tokens) | Release(tokens=int(tokens)):
                 sizes.append(tokens)
+            case Fault(amount=int(amount)) if amount:
+                sizes.append(amount)  # none at all is another thing than few
             case _:
                 pass
     return tuple(sizes)
@@ -221,8 +243,10 @@ def _resized(event: Event, rest: Iterator[int]) -> Event:
             if output.max_new_tokens > 1:
                 output = replace(output, max_new_tokens=next(rest))
             return Submit(request, prompt, output)
-        case Cached(prompt=prompt):
+        case Cached(prompt=prompt) | Pin(prompt=prompt):
             return replace(event, prompt=Prompt([(segment, next(rest)) for segment, _ in prompt.segments]))
+        case Fault(kind, request, int(amount)) if amount:
+            return Fault(kind, request, next(rest))
         case Hold() | Release(tokens=int()):
             return replace(event, tokens=next(rest))
         case _:
@@ -296,12 +320,17 @@ def repaired(events: Iterable[Event]) -> tuple[Event, ...]:
     """These events without those that refer to what is not there (any more)."""
     submitted: set[str] = set()
     held: dict[tuple[str, Ranks], int] = {}
+    nesting = _Nesting()
     kept: list[Event] = []
     for event in events:
         match event:
             case Submit(request):
                 submitted.add(request)
             case Transferred(request) | Finish(request) | Abort(request) if request not in submitted:
+                continue
+            case Fault(_, request) if request not in submitted:
+                continue
+            case Pin() | Unpin() | Pause() | Resume() | Drain() if not nesting.allows(event):
                 continue
             case Hold(name, tokens, ranks):
                 held[name, ranks] = held.get((name, ranks), 0) + tokens
@@ -314,6 +343,32 @@ def repaired(events: Iterable[Event]) -> tuple[Event, ...]:
                 pass
         kept.append(event)
     return tuple(kept)
+
+
+class _Nesting:
+    """What is pinned and whether the node is paused, event by event; a drain ends both."""
+
+    def __init__(self) -> None:
+        self._pinned: set[str] = set()
+        self._paused = False
+
+    def allows(self, event: Event) -> bool:
+        """The event refers to what is there; it then happens."""
+        match event:
+            case Pin(name):
+                self._pinned.add(name)
+            case Unpin(name):
+                if name not in self._pinned:
+                    return False
+                self._pinned.remove(name)
+            case Pause() | Resume():
+                if self._paused == isinstance(event, Pause):
+                    return False
+                self._paused = not self._paused
+            case _:
+                self._pinned.clear()
+                self._paused = False
+        return True
 
 
 def simpler_events(trace: Trace) -> Iterator[Trace]:
@@ -354,6 +409,8 @@ def _simpler(event: Event, unused: str) -> Iterator[Event]:
             yield Cached("device", Prompt([(unused, tokens)]), ranks=event.ranks)
         case Release(tokens=int()):
             yield replace(event, tokens=None)
+        case Fault("load-short", request, amount) if amount:
+            yield Fault("load-short", request, 0)
         case _:
             pass
 
@@ -373,7 +430,7 @@ def simpler_prompts(trace: Trace) -> Iterator[Trace]:
     """A prompt's segments joined into one of its own, or into its first; one dropped; a shared one made its own."""
     own = _unused(trace, "segment")
     for index, event in enumerate(trace.events):
-        if not isinstance(event, (Submit, Cached)):
+        if not isinstance(event, WITH_PROMPT):
             continue
         segments = event.prompt.segments
         several = range(len(segments) if len(segments) > 1 else 0)
@@ -535,10 +592,12 @@ def _fit(trace: Trace, sizes: Sizes) -> Iterator[Trace]:
 
 
 def normal_form(trace: Trace) -> Trace:
-    """Requests A, B, C..., segments a, b, c..., holds H1, H2..., each by first appearance; no segment of 0 tokens."""
+    """Requests A, B, C..., segments a, b, c..., holds H1, H2..., write-backs W1, W2..., each by first appearance; no
+    segment of 0 tokens."""
     requests: dict[str, str] = {}
     segments: dict[str, str] = {}
     holds: dict[str, str] = {}
+    pins: dict[str, str] = {}
     events: list[Event] = []
     for event in trace.events:
         match event:
@@ -549,6 +608,13 @@ def normal_form(trace: Trace) -> Trace:
                 events.append(replace(event, prompt=_renamed(prompt, segments)))
             case Transferred(request) | Finish(request) | Abort(request):
                 events.append(replace(event, request=requests[request]))
+            case Fault(kind, request, amount):
+                events.append(Fault(kind, requests[request], amount))
+            case Pin(name, prompt):
+                name = pins.setdefault(name, f"W{len(pins) + 1}")
+                events.append(Pin(name, _renamed(prompt, segments)))
+            case Unpin(name):
+                events.append(Unpin(pins[name]))
             case Hold(name) | Release(name):
                 events.append(replace(event, name=holds.setdefault(name, f"H{len(holds) + 1}")))
             case _:
@@ -575,7 +641,7 @@ def letters(number: int) -> str:
 def _unused(trace: Trace, prefix: str) -> str:
     """A name that no request and no segment of this trace has."""
     taken = {
-        segment for event in trace.events if isinstance(event, (Submit, Cached)) for segment, _ in event.prompt.segments
+        segment for event in trace.events if isinstance(event, WITH_PROMPT) for segment, _ in event.prompt.segments
     }
     taken |= {event.request for event in trace.events if isinstance(event, Submit)}
     return next(name for number in range(len(taken) + 1) if (name := f"{prefix} {number}") not in taken)

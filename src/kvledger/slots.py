@@ -151,8 +151,8 @@ class StateSlots(PageMover):
 
     def _settle_arrival(self, cached: CachedPage) -> None:
         """A checkpoint that came up with its page takes a slot, or is lost."""
-        if cached.serial not in self.on_host:
-            return
+        if cached.serial not in self.on_host or cached.page is None:
+            return  # or it was not settled when it came, and has gone again
         slot = self._take({})
         if slot is not None:
             self._save(cached, slot)

@@ -23,14 +23,21 @@ from kvledger.events import (
     Decode,
     Drain,
     Event,
+    Fault,
+    Faulty,
     Finish,
     Hold,
+    Pause,
+    Pin,
     Ranks,
     Release,
+    Resume,
     Round,
     Submit,
     Transferred,
+    Unpin,
 )
+from kvledger.faults import FAULT_AMOUNTS
 from kvledger.request import Output, Prompt
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.saving import write_whole
@@ -275,6 +282,8 @@ class _EventReader:
         self._node = node
         self._submitted_at: dict[str, int] = {}
         self._held_tokens: dict[tuple[str, int], int] = {}
+        self._pinned: set[str] = set()
+        self._paused = False
         self._prompt_pages = 0
 
     def read(self, index: int, document: dict[str, Any]) -> Event:
@@ -301,6 +310,8 @@ class _EventReader:
                 self._ranks(document)
                 return Finish(self._known_request(document["request"]))
             case "drain":
+                self._pinned.clear()
+                self._paused = False
                 return Drain()
             case "transferred":
                 return Transferred(self._known_request(document["request"]), self._ranks(document))
@@ -310,7 +321,7 @@ class _EventReader:
                 return self._hold(document["name"], document["tokens"], self._ranks(document))
             case "release":
                 return self._release(document["name"], document.get("tokens"), self._ranks(document))
-        raise AssertionError(f"the schema allows an event that is not read: {document['event']!r}")
+        return self._faulty_event(document)
 
     def _ranks(self, document: dict[str, Any]) -> Ranks:
         """The ranks that an event reaches, in order; None where it does not say, which is all of them."""
@@ -325,6 +336,45 @@ class _EventReader:
         if len(set(named)) < len(named):
             raise _MisfitError(f"{named} names a rank twice", "ranks")
         return tuple(sorted(named))
+
+    def _faulty_event(self, document: dict[str, Any]) -> Event:
+        match document["event"]:
+            case "fault":
+                return self._fault(document)
+            case "pin":
+                _check_text(document["name"], "name")
+                self._pinned.add(document["name"])
+                return Pin(document["name"], self._prompt(document["prompt"]))
+            case "unpin":
+                return self._unpin(document["name"])
+            case "pause" | "resume":
+                return self._pause(document["event"])
+        raise AssertionError(f"the schema allows an event that is not read: {document['event']!r}")
+
+    def _fault(self, document: dict[str, Any]) -> Fault:
+        kind = document["kind"]
+        wanted = FAULT_AMOUNTS.get(kind)
+        for key in sorted({*FAULT_AMOUNTS.values()}):
+            if key == wanted and key not in document:
+                raise _MisfitError(f"{show(kind)} needs the key {show(key)}", "kind")
+            if key != wanted and key in document:
+                raise _MisfitError(f"{document[key]} says nothing of a fault of kind {show(kind)}", key)
+        request = self._known_request(document["request"])
+        return Fault(kind, request, document[wanted] if wanted else None)
+
+    def _unpin(self, name: str) -> Unpin:
+        if name not in self._pinned:
+            raise _MisfitError(f"{show(name)} pins nothing here", "name")
+        self._pinned.remove(name)
+        return Unpin(name)
+
+    def _pause(self, event: str) -> Pause | Resume:
+        """A drain resumes, so that what follows it is not paused."""
+        pauses = event == "pause"
+        if pauses == self._paused:
+            raise _MisfitError(f"the node {'is paused already' if pauses else 'is not paused'} here", "event")
+        self._paused = pauses
+        return Pause() if pauses else Resume()
 
     def _prompt(self, pairs: list[list[Any]]) -> Prompt:
         for number, (segment, _) in enumerate(pairs):
@@ -441,3 +491,20 @@ def _bare_document(event: Event) -> dict[str, Any]:
             return {"event": "release", "name": name}
         case Release(name, tokens):
             return {"event": "release", "name": name, "tokens": tokens}
+        case Fault() | Pin() | Unpin() | Pause() | Resume():
+            return _faulty_document(event)
+
+
+def _faulty_document(event: Faulty) -> dict[str, Any]:
+    match event:
+        case Fault(kind, request, amount):
+            document: dict[str, Any] = {"event": "fault", "kind": kind, "request": request}
+            return document if amount is None else document | {FAULT_AMOUNTS[kind]: amount}
+        case Pin(name, prompt):
+            return {"event": "pin", "name": name, "prompt": [list(pair) for pair in prompt.segments]}
+        case Unpin(name):
+            return {"event": "unpin", "name": name}
+        case Pause():
+            return {"event": "pause"}
+        case Resume():
+            return {"event": "resume"}

@@ -98,10 +98,12 @@ class UnifiedNode(PrefillNode):
     def run_decode(self) -> RoundRecord:
         """One decode round; nobody is admitted."""
         self._told = RoundFacts()
-        self.rounds += 1
+        self._begin_round()
         counters = self._counters()
         adder = self._unsettled = self._books(0)
         facts = ledger_facts(adder)
+        if self.paused:
+            return self._record(facts, counters)
         failure = self._beside(adder)
         return self._record(facts, counters, (), False, failure)
 
@@ -196,6 +198,7 @@ class UnifiedNode(PrefillNode):
         """Send running requests back until the round's pages are there; says whether any had to go.
 
         The last one that cannot go on while no other request holds anything is aborted: none of them could help it.
+        It is sent back too where pages are pinned, because those can be had again.
         Slots that are held from outside could, if anybody knew when they come back: the reason names them.
         """
         went = 0
@@ -203,7 +206,7 @@ class UnifiedNode(PrefillNode):
             if not self._short_pages():
                 break
             went += 1
-            if len(self.live) == 1:
+            if len(self.live) == 1 and not self.written_back():
                 self._abort(
                     victim, f"alone on the node{self._outsiders()}, and the pool has no page for its next token"
                 )
@@ -224,11 +227,13 @@ class UnifiedNode(PrefillNode):
         return max(0, wanted - (self.pool.free_pages + self.tree.evictable_pages - self._kept_pages()))
 
     def _kept_pages(self) -> int:
-        """What decode leaves alone: the pages that the half-done request was promised."""
-        request = self.chunked_req
-        if request is None or not self.rules.tail_first:
+        """What decode leaves alone: the pages promised to the half-done request and to those that are loading."""
+        if not self.rules.tail_first:
             return 0
-        return ceil_pages(request.prompt_tokens, self.page_size) - len(request.pages)
+        promised = [request for request, _ in self.loading.values()]
+        if self.chunked_req is not None:
+            promised.append(self.chunked_req)
+        return sum(ceil_pages(each.prompt_tokens, self.page_size) - len(each.pages) for each in promised)
 
     def _send_back(self, request: Request) -> None:
         """It gives back all it holds, and waits at the end of the queue with what it has generated."""

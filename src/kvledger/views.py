@@ -21,10 +21,13 @@ def decision_of(
     *,
     reason: AddReqResult | None = None,
     newly_locked_tokens: int = 0,
+    loads: int = 0,
+    faults: tuple[str, ...] = (),
 ) -> Decision:
-    """The adder's last answer, about `request`, with the ledger's figures as they stand now."""
-    chunk = adder.can_run_list[-1] if kind not in ("refused", "deferred") else None
-    load_back = chunk.load_back if chunk else 0
+    """The adder's last answer, about `request`, with the ledger's figures as they stand now. `loads`: tokens that it
+    begins to load, and has not got yet."""
+    chunk = adder.can_run_list[-1] if kind not in ("refused", "deferred", "loading") else None
+    load_back = chunk.load_back if chunk else loads
     return Decision(
         request=request.rid,
         kind=kind,
@@ -37,6 +40,7 @@ def decision_of(
         reason=reason,
         forced=adder.forced and kind == "resumed",
         chunk_limit=adder.chunked_req_limit if kind in ("resumed", "deferred") else None,
+        faults=faults,
         output_tokens=adder.output_tokens(request),
         baseline=adder.memory.baseline,
         rem_total_tokens=math.floor(adder.rem_total_tokens),
@@ -95,6 +99,7 @@ def snapshot_of(
         held=tuple(page for held in memory.held.values() for page in held.pages),
         host_pages=memory.tree.host_pages,
         clock=memory.tree.clock,
+        written_back=memory.written_back(),
         open_promises=in_whole_tokens(promise for promise in promises if promise.due is Due.NOW),
     )
 

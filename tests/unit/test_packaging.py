@@ -33,6 +33,7 @@ ORDER = (
         "slots",
         "policy",
         "settings",
+        "faults",
         "node",
         "unified_adder",
         "unified",

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import NamedTuple
 
-from kvledger.events import Cached, Event, Hold, Submit
-from kvledger.replay import STEPS
+from kvledger.events import Cached, Event, Fault, Hold, Pause, Pin, Resume, Submit, Unpin
+from kvledger.replay import STEPS, faulty_words
 from kvledger.report.ranks import on_ranks, ranks_words
 from kvledger.request import USUAL_OUTPUT, Output
 from kvledger.rules import AccountingRules
@@ -113,6 +113,9 @@ def found_at_start(events: Iterable[Event]) -> Mapping[str, list[Sized]]:
                 found.setdefault(what, []).append(Sized(prompt.segments[-1][0], prompt.tokens))
             case Hold(name, tokens, ranks):
                 found.setdefault(f"held{on_ranks(ranks)}", []).append(Sized(name, tokens))
+            case Fault() | Pin() | Unpin() | Pause() | Resume():
+                what, name, size = faulty_words(event)
+                found.setdefault(what.rstrip(":"), []).append(Sized(name, size))
             case Submit(request, prompt, output):
                 found.setdefault("submitted", []).append(Sized(request, prompt.tokens, output))
     return found

@@ -139,7 +139,7 @@ def _too_late(diagnosis: Diagnosis) -> str:
 
 
 def _decision_words(kind: str, request: str) -> str:
-    noun = {"resumed": "chunk", "deferred": "deferral", "refused": "refusal"}.get(kind, "admission")
+    noun = {"resumed": "chunk", "deferred": "deferral", "loading": "load", "refused": "refusal"}.get(kind, "admission")
     return f"{named(request)}'s {noun}"
 
 

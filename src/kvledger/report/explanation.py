@@ -31,7 +31,7 @@ _HOW = {
 }
 
 
-_DECIDED = {"whole": "admitted whole", "truncated": "admitted and cut"}
+_DECIDED = {"whole": "admitted whole", "truncated": "admitted and cut", "loading": "admitted, and began to load"}
 
 
 @dataclass(frozen=True, slots=True)

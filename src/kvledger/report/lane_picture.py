@@ -124,7 +124,7 @@ def _refused_runs(answers: Sequence[Answer]) -> list[list[Answer]]:
 
 
 def _refusals(run: list[Answer], recording: Recording, columns: Columns) -> Html:
-    first, word = run[0].round_index, str(run[0].decision.reason or "deferred")
+    first, word = run[0].round_index, str(run[0].decision.reason or run[0].decision.kind)
     shapes = [element("rect", class_="refused", y=5, height=HEIGHT - 10, **columns.bar(first, len(run)))]
     if columns.labelled:
         shapes.append(

@@ -12,7 +12,7 @@ from kvledger.report.recording import Recording
 from kvledger.report.waterfall import missing_tails
 from kvledger.request import USUAL_OUTPUT, Output
 
-StretchKind = Literal["waiting", "half done", "in flight", "decoding"]
+StretchKind = Literal["waiting", "loading", "half done", "in flight", "decoding"]
 Ending = Literal["transferred", "finished", "aborted", "given up", "rejected"]
 Setback = Literal["preempted", "sent back", "given up"]
 
@@ -119,9 +119,13 @@ def _answer(lanes: dict[str, Lane], step: int, round_index: int, recording: Reco
     for decision in record.decisions:
         lane = lanes[decision.request]
         lane.answers.append(Answer(step, round_index, decision, ran, missing.get(decision.request, 0)))
+        if decision.kind == "loading" and decision.load_back:
+            lane.begin("loading", step)
         if not decision.joined:
             continue
-        if ran and not decision.tail_tokens:
+        if decision.request in record.withdrawn:
+            lane.end(step, "aborted")
+        elif ran and not decision.tail_tokens:
             lane.begin("decoding" if recording.trace.node.mode == "unified" else "in flight", step)
         elif ran:
             lane.begin("half done", step)

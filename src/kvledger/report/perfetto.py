@@ -218,7 +218,7 @@ def _lane_events(lane: Lane, number: int, recording: Recording, clock: _Clock) -
         if answer.decision.joined:
             yield from _chunk_events(answer, lane, thread, clock)
         else:
-            reason = str(answer.decision.reason or "deferred")
+            reason = str(answer.decision.reason or answer.decision.kind)
             yield thread.instant(
                 f"refused {reason}" if answer.decision.reason else reason,
                 clock.round_start(answer.round_index),

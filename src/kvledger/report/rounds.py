@@ -154,7 +154,7 @@ def chunk_words(decision: Decision) -> str:
     """What of a request was decided to run, or why nothing."""
     if decision.kind == "refused":
         return str(decision.reason)
-    if decision.kind == "deferred":
+    if decision.kind in ("deferred", "loading"):
         return f"at {decision.start}"
     return f"{decision.start}..{decision.end} ({decision.tokens})"
 
@@ -248,6 +248,8 @@ def told_of_running(record: RoundRecord) -> Told:
         ("finished", record.finished),
         ("sent back", record.retracted),
     ]
+    for kind in dict.fromkeys(kind for kind, _ in record.struck):
+        told.append((f"struck by {kind}", [rid for each, rid in record.struck if each == kind]))
     return [(what, requests) for what, requests in told if requests]
 
 

@@ -179,8 +179,8 @@ def decision_words(decision: Decision) -> str:
     """What became of a request, in a few words."""
     if decision.kind == "refused":
         return f"refused {decision.reason}"
-    if decision.kind == "deferred":
-        return f"deferred at {decision.start}"
+    if decision.kind in ("deferred", "loading"):
+        return f"{decision.kind} at {decision.start}"
     kind = "forced" if decision.forced else {"truncated": "cut", "resumed": "goes on"}.get(decision.kind, decision.kind)
     loaded = f" +{decision.load_back}" if decision.load_back else ""
     return f"{kind} {decision.start}..{decision.end}{loaded}"

@@ -5,7 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from kvledger.arithmetic import ceil_tokens
-from kvledger.events import Cached, Decode, Drain, Event, Hold, Release, Round, Submit
+from kvledger.events import (
+    Cached,
+    Decode,
+    Drain,
+    Event,
+    Fault,
+    Hold,
+    Pause,
+    Pin,
+    Release,
+    Resume,
+    Round,
+    Submit,
+    Unpin,
+)
 from kvledger.ledger import Promise
 from kvledger.record import Decision, RoundRecord
 from kvledger.report.markdown import code, codes, escaped, table
@@ -43,6 +57,14 @@ def _event_cells(event: Event, sends: bool) -> tuple[str, str, str]:
         case Drain():
             later = "; whoever is done keeps its slots until nothing else moves, and leaves then" if sends else ""
             return "drain", f"rounds until nothing is left to do{later}", ""
+        case Fault(kind, request):
+            return "fault", f"{kind}, for {code(request)}", "" if event.amount is None else str(event.amount)
+        case Pin(name, prompt):
+            return "pin", f"{code(name)} locks {_runs(prompt.segments)}", str(prompt.tokens)
+        case Unpin(name):
+            return "unpin", code(name), ""
+        case Pause() | Resume():
+            return type(event).__name__.lower(), "the scheduler", ""
     return type(event).__name__.lower(), code(event.request), ""
 
 
@@ -71,6 +93,7 @@ _DECISIONS = {
     "whole": "`whole`: admitted, with all of its prompt in this round",
     "truncated": "`truncated`: admitted, and cut",
     "resumed": "`resumed`: goes on after a cut",
+    "loading": "`loading`: admitted, and runs when its load is there",
     "deferred": "`deferred`: half done, and not run in this round",
     "refused": "`refused`: stays in the queue, with the scheduler's own reason",
 }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvledger.arithmetic import ceil_tokens
 from kvledger.diagnose import Diagnosis, diagnosis_of
 from kvledger.diagnose_promise import BrokenPromise, Spending, decoded_since, find_breach
-from kvledger.events import Abort, Event, Hold, Release, Round, Submit, Transferred
+from kvledger.events import Abort, Event, Fault, Hold, Pin, Release, Round, Submit, Transferred, Unpin
 from kvledger.invariants import INVARIANTS
 from kvledger.monitor import InvariantMonitor
 from kvledger.record import AllocationFailure, RoundRecord
@@ -56,7 +56,13 @@ _HOW = {
     "hold": "slots taken from outside, {} tokens",
     "leak": "a leak of {} tokens",
 }
-_DECIDED = {"whole": "admitted whole", "truncated": "admitted and cut", "resumed": "resumed", "deferred": "put off"}
+_DECIDED = {
+    "whole": "admitted whole",
+    "truncated": "admitted and cut",
+    "resumed": "resumed",
+    "deferred": "put off",
+    "loading": "admitted, to run when its load is there",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +252,10 @@ def happened(event: Event) -> str:
             return f"{code(request)} is submitted"
         case Hold(name) | Release(name):
             return f"slots are {'taken' if isinstance(event, Hold) else 'given back'} from outside ({code(name)})"
+        case Fault(kind, request):
+            return f"a fault of kind `{kind}` is armed for {code(request)}"
+        case Pin(name) | Unpin(name):
+            return f"a write-back ({code(name)}) {'pins pages' if isinstance(event, Pin) else 'is done'}"
     return f"`{type(event).__name__.lower()}` happens"
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvledger.arithmetic import ceil_tokens
+from kvledger.evidence import standing
 from kvledger.ledger import Due, Promise
 from kvledger.record import RoundRecord
 from kvledger.report.recording import RoundView
@@ -49,7 +50,7 @@ def missing_tails(record: RoundRecord, page_size: int) -> list[Missing]:
         if promise.kind == "tail":
             promised[promise.request] = promised.get(promise.request, 0) + promise.tokens
     found = []
-    for decision in record.decisions:
+    for decision in standing(record.decisions):
         if decision.kind == "refused" or decision.tail_tokens <= 0:
             continue
         tokens = ceil_tokens(decision.tail_tokens, page_size) - promised.get(decision.request, 0)
@@ -89,7 +90,8 @@ def _taken_rows(view: RoundView) -> list[Row]:
     record = view.record
     taken = [
         (decision.request, words, tokens)
-        for decision in record.joined
+        for decision in record.decisions
+        if decision.let_in
         for words, tokens in (("lock", decision.newly_locked_tokens), ("load-back", decision.load_back))
         if tokens
     ]

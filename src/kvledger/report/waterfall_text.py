@@ -119,6 +119,8 @@ def _ends(record: RoundRecord, layout: Layout) -> Iterator[Span]:
             yield f"deferred: {short_name(decision.request, LABEL_COLUMNS)}, nothing remains for it", ""
         if decision.kind == "resumed" and decision.chunk_limit and decision.tail_tokens:
             yield f"cut: {short_name(decision.request, LABEL_COLUMNS)}, {limit_words(decision.chunk_limit)}", ""
+        if decision.kind == "loading":
+            yield f"loading: {short_name(decision.request, LABEL_COLUMNS)}, admitted, and its load goes on", ""
         if decision.forced:
             yield f"forced: {short_name(decision.request, LABEL_COLUMNS)}, though nothing remains", "red"
     for told in (unused_words(record), running_words(record), [f"prefill {each}" for each in prefill_words(record)]):

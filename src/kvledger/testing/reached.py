@@ -23,7 +23,7 @@ from kvledger.monitor import InvariantMonitor
 from kvledger.record import Decision, RoundRecord
 from kvledger.replay import Outcome, Stuck, Target
 from kvledger.rules import AccountingRules
-from kvledger.testing import reached_ranks, reached_residue
+from kvledger.testing import reached_faults, reached_ranks, reached_residue
 
 BRANCHES: tuple[str, ...] = (
     "resumed to its end",
@@ -83,7 +83,7 @@ DECODE_BRANCHES: tuple[str, ...] = (
 )
 """What only a node that decodes can reach."""
 
-PARTS = (reached_residue, reached_ranks)
+PARTS = (reached_residue, reached_faults, reached_ranks)
 """Parts that a node may have: each a module with its `BRANCHES`, and `met(evidence, happened)`, which names those
 that a decision, a round or an event took; after a decision the evidence's `earlier` ends with it."""
 
@@ -183,7 +183,7 @@ class SearchMonitor(InvariantMonitor):
 
     def _output_branches(self, decision: Decision, earlier: Sequence[Decision]) -> Iterable[str]:
         e, rid = self.evidence, decision.request
-        if decision.kind == "resumed":
+        if decision.kind != "loading" and not decision.from_queue:
             budget = e.settings.chunked_prefill_size
             waits = decision.rem_chunk_tokens is not None and decision.rem_chunk_tokens >= e.page_size
             if decision.tail_tokens and waits and budget and e.settings.schedule_policy == "shortest-prefill-first":
@@ -195,7 +195,7 @@ class SearchMonitor(InvariantMonitor):
             yield "output beyond the clip"
         if e.generated.get(rid) and decision.joined:
             yield "came back"
-        place = sum(1 for d in earlier if d.kind not in ("resumed", "deferred"))
+        place = sum(1 for d in earlier if d.from_queue)
         if place < len(e.queue) and e.queue[place] != rid:
             yield "out of turn by policy"
 
@@ -204,6 +204,8 @@ class SearchMonitor(InvariantMonitor):
             return self._refusal_branches(decision, earlier)
         if decision.kind == "deferred":
             return ("deferred",)
+        if decision.kind == "loading":
+            return ("load-back",) if decision.load_back else ()
         return (*self._chunk_branches(decision, earlier), *_hit_branches(decision))
 
     def _refusal_branches(self, decision: Decision, earlier: Sequence[Decision]) -> Iterable[str]:
