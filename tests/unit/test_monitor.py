@@ -108,6 +108,13 @@ RECORD = RoundRecord(
     evictable=0,
     protected=256,
 )
+# C with 64 of its tokens loaded: 64 + 1 later; then its chunk and a page now, and 1 later.
+LOADING = replace(
+    WHOLE, kind="loading", prefix_tokens=64, start=64, end=64, cur_rem_tokens=384, rem_total_tokens=384 - 65
+)
+LOADED = replace(
+    WHOLE, kind="resumed", prefix_tokens=64, start=64, cur_rem_tokens=384 - 128, rem_total_tokens=384 - 129
+)
 STUCK = Stuck(3, "A", 344, 384, 0, "a round admitted nothing and nothing is in flight")
 FAILURE = AllocationFailure("A", 344, 64, 0, "Prefill out of memory: A")
 
@@ -130,6 +137,16 @@ def evidence(
 
 def resumed(**changes: Any) -> Decision:
     return replace(WHOLE, request="A", kind="resumed", prompt_tokens=600, start=256, end=512, **changes)
+
+
+def paused(e: Evidence) -> Evidence:
+    return replace(e, paused=True)
+
+
+def loads(*, arrives: int | None = None, late: int | None = None) -> Evidence:
+    """In round 3, C's load arrives in a round, or one is armed that takes so many."""
+    loading = {} if arrives is None else {"C": arrives}
+    return replace(evidence(), round=3, arrives=loading, late={} if late is None else {"C": [late]})
 
 
 @dataclass(frozen=True)
@@ -252,6 +269,13 @@ CASES = [
         (WHOLE,),
         "C",
         "384 tokens.* 320",
+    ),
+    Case(
+        "promises-covered",
+        "only a write-back locks it",
+        evidence(replace(CALM, cached=(*CALM.cached, (4, 1, 1, 1)), never_used=range(5, 10), written_back=(4,))),
+        (WHOLE,),
+        HEALTHY,
     ),
     Case("never-forced", "a chunk of what remains", evidence(), (resumed(),), HEALTHY),
     Case("never-forced", "a forced chunk", evidence(), (resumed(forced=True),), "A", "256 tokens"),
@@ -520,6 +544,24 @@ CASES = [
         "E",
         "never_used",
     ),
+    Case(
+        "refusal-is-free",
+        "a fault brought a page, and nobody locks it",
+        evidence(before=CALM, after=replace(CALM, cached=(*CALM.cached, (4, 0, 0, 1)), never_used=range(5, 10))),
+        (replace(REFUSED, faults=("load-short",)),),
+        HEALTHY,
+    ),
+    Case(
+        "refusal-is-free",
+        "a fault brought a page, and it stays locked",
+        evidence(before=CALM, after=replace(CALM, cached=(*CALM.cached, (4, 1, 0, 1)), never_used=range(5, 10))),
+        (replace(REFUSED, faults=("load-short",)),),
+        "E",
+        "cached",
+    ),
+    Case("ledger-exact", "a load's tail", evidence(), (LOADING,), HEALTHY),
+    Case("ledger-exact", "the load is there and runs", evidence(earlier=[LOADING]), (LOADED,), HEALTHY),
+    Case("ledger-exact", "a load without its tail", evidence(), (replace(LOADING, rem_total_tokens=384),), "C"),
     Case("one-half-done", "one cut, one whole", evidence(earlier=[WHOLE]), (CUT,), HEALTHY),
     Case("one-half-done", "a refused one is not half done", evidence(earlier=[CUT]), (REFUSED,), HEALTHY),
     Case("one-half-done", "the resumed one finished", evidence(earlier=[replace(resumed(), end=600)]), (CUT,), HEALTHY),
@@ -753,6 +795,22 @@ CASES = [
     Case("each-decodes-once", "it went back", beside(), (replace(DECODED, decoded=(), retracted=("R",)),), HEALTHY),
     Case("each-decodes-once", "passed over", beside(), (replace(DECODED, decoded=()),), "R", "passed it over"),
     Case("each-decodes-once", "twice", beside(), (replace(DECODED, decoded=("R", "R")),), "R"),
+    Case("each-decodes-once", "nobody in a paused round", paused(beside()), (replace(DECODED, decoded=()),), HEALTHY),
+    Case("paused-is-still", "nothing is decided", paused(beside()), (replace(DECODED, decoded=()),), HEALTHY),
+    Case("paused-is-still", "it is not paused", beside(), (RECORD,), HEALTHY),
+    Case("paused-is-still", "somebody is let in", paused(beside()), (RECORD,), "C", "paused, and in round 3"),
+    Case("paused-is-still", "somebody decodes", paused(beside()), (DECODED,), "R", "went on with R"),
+    Case("loaded-before-used", "it is there", loads(arrives=3), (LOADED,), HEALTHY),
+    Case("loaded-before-used", "it goes on loading", loads(arrives=4), (LOADING,), HEALTHY),
+    Case("loaded-before-used", "a round early", loads(arrives=4), (LOADED,), "C", "in round 3.* in round 4"),
+    Case("loaded-before-used", "at once", loads(late=2), (replace(WHOLE, load_back=64),), "C", "64 tokens .* 2 rounds"),
+    Case(
+        "loaded-before-used",
+        "it was the part that came of a short load",
+        loads(late=2),
+        (replace(WHOLE, load_back=64, faults=("load-short",)),),
+        HEALTHY,
+    ),
     Case("output-exact", "four of nine tokens", beside(), (DECODED,), HEALTHY),
     Case("output-exact", "nine of nine", beside(generated=9), (replace(DECODED, finished=("R",)),), HEALTHY),
     Case("output-exact", "ended early", beside(), (replace(DECODED, finished=("R",)),), "R", "4 of 9"),

@@ -393,7 +393,7 @@ MALFORMED: list[tuple[object, str]] = [
     (
         changed("events", 4, "event", to="Round"),
         'events[4].event: "Round" is none of '
-        "cached, submit, round, decode, drain, transferred, finish, abort, hold, release",
+        "cached, submit, round, decode, drain, transferred, finish, abort, hold, release, …",
     ),
     (changed("events", 4, "event", to=None), "events[4].event: null is none of cached, submit, …"),
     (changed("events", 0, "tier", to=ABSENT), 'events[0]: "tier" is missing'),
