@@ -41,6 +41,7 @@ FORMAT = "kvledger-trace/1"
 MAX_TOKENS = 2**28
 MAX_PROMPT_PAGES = 2**23
 MAX_FILE_BYTES = 2**28
+FIRST_SWITCHES = ("checkpoint_align", "reserve_tail", "spend_gap", "truncation_align", "on_shortage", "decode_yields")
 OUTPUT_KEYS = tuple(key.name for key in fields(Output))
 # more digits than any size has, fewer than Python's own limit can be set to
 MAX_DIGITS = 640
@@ -120,7 +121,7 @@ def to_document(trace: Trace) -> dict[str, Any]:
     if trace.title:
         document["title"] = trace.title
     document["node"] = _unusual(trace.node)
-    document["rules"] = trace.rules if isinstance(trace.rules, str) else asdict(trace.rules)
+    document["rules"] = trace.rules if isinstance(trace.rules, str) else _switches(trace.rules)
     document["events"] = [_event_document(event) for event in trace.events]
     if trace.expect:
         document["expect"] = dict(trace.expect)
@@ -390,6 +391,12 @@ class _EventReader:
                 raise _MisfitError(message, "tokens")
             self._held_tokens[name, rank] = 0 if tokens is None else held_tokens - tokens
         return Release(name, tokens, ranks)
+
+
+def _switches(rules: AccountingRules) -> dict[str, Any]:
+    """The first switches always, so that old traces keep their text; a later one where it is not as usual."""
+    usual = asdict(AccountingRules())
+    return {name: value for name, value in asdict(rules).items() if name in FIRST_SWITCHES or value != usual[name]}
 
 
 def _unusual(values: NodeSettings | RankSettings | Output) -> dict[str, Any]:
