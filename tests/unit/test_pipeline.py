@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvledger.cli import main
 from kvledger.diagnose import diagnose
 from kvledger.events import Abort, Cached, Drain, Event, Hold, Release, Round, Submit, Transferred
 from kvledger.monitor import InvariantMonitor, checked_replay
@@ -356,3 +358,31 @@ def test_the_least_of_two_ranks_at_once_would_starve() -> None:
     outcome = checked_replay(trace, SOUND, target=MUTANTS["least-of-two-ranks-at-once"].build)
     assert outcome.verdict == "stuck"
     assert broken(outcome) == ["fix-is-minimal", "progress"]
+
+
+# --- docs/ranks.md
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "ranks.md").read_text("utf-8")
+
+
+def test_the_documents_example_ends_as_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (example,) = re.findall(r"^```json\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)
+    (tmp_path / "apart.json").write_text(example)
+    commands = re.findall(r"^kvledger (.*?) +# (\d)", GUIDE, re.MULTILINE)
+    said = []
+    for command, status in commands:
+        assert main(command.split()) == int(status), command
+        said.append(capsys.readouterr().out)
+    assert len(said) == 3
+    assert "rank 1: pool 24, host 0" in said[0]
+    assert "verdict  oom in round 2: B wanted" in said[0] and "on rank 1; free" in said[0]
+    assert "promise     B's tail of 8 tokens on rank 1" in said[1]
+    assert "avoided by  rank_view least" in said[1]
+
+
+def test_every_trace_of_the_documents_table_is_there() -> None:
+    named = set(re.findall(r"`(ranks-[\w-]+?)(?:\.json)?`", GUIDE))
+    assert named == {path.stem for path in CASES.glob("ranks-*.json")}
