@@ -378,8 +378,8 @@ def test_the_documents_example_ends_as_it_says(
         said.append(capsys.readouterr().out)
     assert len(said) == 3
     assert "rank 1: pool 24, host 0" in said[0]
-    assert "verdict  oom in round 2: B wanted" in said[0] and "on rank 1; free" in said[0]
-    assert "promise     B's tail of 8 tokens on rank 1" in said[1]
+    assert "verdict  oom in round 3: B wanted" in said[0] and "on rank 1; free" in said[0]
+    assert "promise     B's tail of 14 tokens on rank 1" in said[1]
     assert "avoided by  rank_view least" in said[1]
 
 
