@@ -24,11 +24,11 @@ from kvledger.invariants import INVARIANTS, Invariant
 from kvledger.ledger import Due, Promise
 from kvledger.monitor import InvariantMonitor, checked_replay
 from kvledger.node import PrefillNode, Watcher
-from kvledger.record import AllocationFailure, Decision, LiveRequest, RoundRecord, Snapshot
+from kvledger.record import AllocationFailure, Decision, LiveRequest, RankRound, RoundRecord, Snapshot
 from kvledger.replay import EventError, Replay, Stuck
 from kvledger.request import USUAL_OUTPUT, Output, Prompt
 from kvledger.rules import PRESETS, AccountingRules
-from kvledger.settings import NodeSettings
+from kvledger.settings import NodeSettings, RankSettings
 from kvledger.trace import Trace, TraceError
 from kvledger.unified import UnifiedNode
 from tests.unit.builders import INCIDENT, INCIDENT_NODE, node_settings, prompt
@@ -133,6 +133,27 @@ def evidence(
     return Evidence(
         settings, rules, before or after, after, list(earlier), computed or {}, unserved or set(), ended or set()
     )
+
+
+C_ON_9 = LiveRequest("C", 64, pages=(9,), shared_pages=0, in_flight=False)
+
+
+def replayed(
+    ran: tuple[tuple[str, int, int], ...] = (("C", 0, 100),),
+    deferred: tuple[str, ...] = (),
+    failure: AllocationFailure | None = None,
+) -> RoundRecord:
+    """RECORD with one rank that replayed it so."""
+    rank = RankRound(rank=1, ran=ran, deferred=deferred, free=384, evictable=0, protected=256)
+    return replace(RECORD, ranks=(rank,), failure=failure)
+
+
+def on_rank_1(after: Snapshot) -> Evidence:
+    """Rank 0 is as it should be; B has ended on rank 1, and A has computed 256 tokens."""
+    settings = replace(SETTINGS, ranks=(RankSettings(),), max_running_requests=1)
+    healthy = replace(REST, cached=(), never_used=range(10), live=(A,) if after.live == () else ())
+    e = evidence(replace(healthy, ranks=(after,)), settings=settings)
+    return replace(e, ranks_ended=[{"B"}], computed={"A": 256} if after.live == () else {})
 
 
 def resumed(**changes: Any) -> Decision:
@@ -836,6 +857,38 @@ CASES = [
     Case("abort-is-last", "alone", beside(replace(CALM, live=())), (GIVEN_UP,), HEALTHY),
     Case("abort-is-last", "A still holds pages", beside(), (GIVEN_UP,), "R", "A could still"),
     Case("abort-is-last", "it has outgrown the pool", beside(generated=480, most=900), (GIVEN_UP,), HEALTHY),
+    Case("same-batches", "the chunks that were decided", evidence(), (replayed(),), HEALTHY),
+    Case("same-batches", "no ranks", evidence(), (RECORD,), HEALTHY),
+    Case(
+        "same-batches", "nothing", evidence(), (replayed(()),), "C", "rank 1 ran nothing, and rank 0 decided C 0..100"
+    ),
+    Case("same-batches", "another chunk", evidence(), (replayed((("C", 0, 64),)),), "C", "ran C 0..64"),
+    Case(
+        "same-batches", "one more", evidence(), (replayed((("C", 0, 100), ("B", 0, 9))),), "B", "C 0..100, B 0..9, and"
+    ),
+    Case("same-batches", "a failed round is not asked", evidence(), (replayed((), failure=FAILURE),), HEALTHY),
+    Case("same-batches", "put off alone", evidence(), (replayed(deferred=("A",)),), "A", "about putting A off"),
+    *(
+        Case(name, f"on rank 1: {what}", on_rank_1(after), facts, blames, f"^rank 1: {says}")
+        for name, what, after, facts, blames, says in (
+            ("conserved", "a page is lost", replace(CALM, never_used=range(5, 10)), (), None, "1 of the 5 pages"),
+            ("no-use-after-free", "a free page", replace(CALM, released=(9,), live=(C_ON_9,)), (), "C", "C uses pages"),
+            ("promises-covered", "too little", replace(CALM, never_used=range(9, 10)), (WHOLE,), "C", "after C"),
+            ("quiescent", "a lock", CALM, (), "A", "at rest 4 pages"),
+            ("ended-is-gone", "there still", replace(CALM, waiting=("B",)), (), "B", "B has ended"),
+            ("slots-kept", "one too many", BUSY, (RECORD,), "B", "2 requests"),
+            ("queue-kept", "another queue", replace(CALM, waiting=("Q",)), (RECORD,), None, "the queue is Q"),
+            ("admitted-finishes", "it has gone", replace(CALM, live=()), (RECORD,), "A", "A was admitted"),
+            (
+                "table-fits",
+                "a page too few",
+                CALM,
+                (replace(RECORD, decisions=(replace(COMPUTED, end=257),)),),
+                "A",
+                "A",
+            ),
+        )
+    ),
 ]
 
 
