@@ -9,7 +9,7 @@ It owns no memory. Any allocator with `available_size()` and any cache with `ful
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, Protocol
@@ -46,6 +46,17 @@ class PrefillRequest(Protocol):
     def host_hit_tokens(self) -> int: ...
 
 
+class BesidePool(Protocol):
+    """A pool that a request takes of beside its KV pages (see `pools.SecondPool`)."""
+
+    @property
+    def name(self) -> str: ...
+    def lock(self, req: Any) -> None: ...
+    def unlock(self, req: Any) -> None: ...
+    def holdable(self, req: Any, start: int, tokens: int) -> int: ...
+    def promise(self, req: Any, start: int, tokens: int) -> None: ...
+
+
 class Allocator(Protocol):
     """Says how many slots are free, in tokens."""
 
@@ -77,7 +88,8 @@ class PrefillAdder:
     Sizes are tokens. `rem_chunk_tokens` None turns chunking off, `rem_input_tokens` None lifts the prefill limit.
     `tree_cache` needs `full_evictable_size()` (preferred, for hybrid pools) or `evictable_size()`. Only the deciding
     rank reserves tails: a rank that replays a plan must not refuse what was admitted. `chunked_req_limit` is for a
-    schedule policy that keeps a part of the chunk budget from the half-done request.
+    schedule policy that keeps a part of the chunk budget from the half-done request. `pools` are asked after the gate:
+    a candidate is admitted in all of them or in none; `short_of` names the one that refused the last one.
     """
 
     output_kind = "first_token"
@@ -110,6 +122,8 @@ class PrefillAdder:
         self.can_run_list: list[Chunk] = []
         self.chunked_req: PrefillRequest | None = None
         self.chunked_req_limit: int | None = None
+        self.pools: Sequence[BesidePool] = ()
+        self.short_of: str | None = None
         self.forced = False
         self.deferred = False
 
@@ -142,7 +156,7 @@ class PrefillAdder:
     def add_chunked_req(self, req: PrefillRequest) -> PrefillRequest | None:
         """Step 2: the half-done request goes on before anyone else. Returns it if it is still half done, else None."""
         left = req.prompt_tokens - req.prefix_tokens
-        tokens = self._resumable_tokens(left)
+        tokens = self._resumable_tokens(req, left)
         if tokens is None:
             self.deferred = True
             self.chunked_req = req
@@ -155,7 +169,7 @@ class PrefillAdder:
         self.chunked_req = req if cut else None
         return self.chunked_req
 
-    def _resumable_tokens(self, left: int) -> int | None:
+    def _resumable_tokens(self, req: PrefillRequest, left: int) -> int | None:
         """How much of the `left` tokens may run now; None defers. What remains decides, until nothing does."""
         most = self._most_of_half_done()
         if most is not None and most <= 0:
@@ -163,6 +177,8 @@ class PrefillAdder:
         budget = self._room_of_half_done()
         if most is not None:
             budget = min(most, budget)
+        if self.pools and budget > 0:
+            budget = self._held(req, req.prefix_tokens, min(budget, left))
         if budget <= 0:
             if self.rules.on_shortage == "defer":
                 return None
@@ -181,9 +197,16 @@ class PrefillAdder:
 
     def add_one_req(self, req: PrefillRequest) -> AddReqResult:
         """Step 3: decide one waiting request, on paper first; a refusal leaves no lock, no load-back and no promise."""
+        self.short_of = None
         self._lock(req)
+        for pool in self.pools:
+            pool.lock(req)
         tokens = self._admissible_tokens(req)
+        if self.pools and not isinstance(tokens, AddReqResult):
+            tokens = self._in_every_pool(req, tokens)
         if isinstance(tokens, AddReqResult):
+            for pool in self.pools:
+                pool.unlock(req)
             self._unlock(req)
             return tokens
         start = req.prefix_tokens + req.host_hit_tokens
@@ -212,6 +235,27 @@ class PrefillAdder:
             return left
         return self._truncated_tokens(req, self.rem_chunk_tokens)
 
+    def _in_every_pool(self, req: PrefillRequest, tokens: int) -> int | AddReqResult:
+        """The chunk, cut to what every second pool holds; NO_TOKEN where one holds nothing, or a cut is not possible."""
+        start = req.prefix_tokens + req.host_hit_tokens
+        held = self._held(req, start, tokens)
+        if held == tokens:
+            return tokens
+        if held <= 0 or self.chunked_req is not None or self.rem_chunk_tokens is None:
+            return AddReqResult.NO_TOKEN
+        self.short_of = None
+        return align_chunk_end(start, held, self.grid_tokens)
+
+    def _held(self, req: PrefillRequest, start: int, tokens: int) -> int:
+        """Of a chunk, as much as every second pool can hold; `short_of` is then the one that holds least."""
+        for pool in self.pools:
+            held = pool.holdable(req, start, tokens)
+            if held < tokens:
+                self.short_of, tokens = pool.name, held
+            if tokens <= 0:
+                break
+        return tokens
+
     def _passes_gate(self, req: PrefillRequest) -> bool:
         return self._needed_tokens(req) < self.rem_total_tokens
 
@@ -236,6 +280,8 @@ class PrefillAdder:
     ) -> None:
         self.can_run_list.append(Chunk(req, kind, start, start + tokens, load_back))
         self._charge(req, tokens, final=final)
+        for pool in self.pools:
+            pool.promise(req, start, tokens)
         if not final:
             self._cut(req, req.prompt_tokens - start - tokens)
 

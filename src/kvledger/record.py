@@ -20,8 +20,8 @@ class Decision:
     """One answer of the adder, with the ledger's figures right after it.
 
     [start, end) is the chunk (empty for a refusal); `prefix_tokens` the device hit, of which `newly_locked_tokens`
-    were evictable until this request's lock; `load_back` what was copied up from the host at once. `no_slot`: it is a
-    state slot that the refused one lacks, not tokens. `output_tokens`: what the gate counts on of its output.
+    were evictable until this request's lock; `load_back` what was copied up from the host at once. `short_of` names
+    the second pool that refused, where it was not the KV pool. `output_tokens`: what the gate counts on of its output.
     """
 
     request: str
@@ -34,7 +34,7 @@ class Decision:
     newly_locked_tokens: int = 0
     reason: AddReqResult | None = None
     forced: bool = False
-    no_slot: bool = False
+    short_of: str | None = None
     output_tokens: int = 1
     baseline: int
     rem_total_tokens: int
@@ -60,7 +60,8 @@ class Decision:
 class AllocationFailure:
     """An admitted request's allocation that found too little: `wanted` tokens against `free` and `evictable`.
 
-    Not `known`: the target cannot tell whose it was; `request` then says in words who comes into question.
+    Not `known`: the target cannot tell whose it was; `request` then says in words who comes into question. `pool` names
+    a second pool, if it is that which had too little; the figures are then in its units.
     """
 
     request: str
@@ -69,6 +70,7 @@ class AllocationFailure:
     evictable: int
     message: str
     known: bool = True
+    pool: str | None = None
 
     @property
     def named(self) -> str | None:
@@ -154,11 +156,51 @@ class PageView:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolView:
+    """A second pool, unit by unit. `owned`: units that a request has to itself. `attached`: (unit, device page, uses),
+    where `uses` counts the live requests that need it; without any it can be given up. `used`: attached units that a
+    request needs. `promised`: requests with a promise of the last round that no allocation has settled.
+
+    A pool that others are cut from has no units of its own: `weights` says what a unit of each of them costs, where
+    the KV pool is called "".
+    """
+
+    name: str
+    unit: str
+    capacity: int
+    released: tuple[int, ...] = ()
+    never_used: range = range(0)
+    owned: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    attached: tuple[tuple[int, int, int], ...] = ()
+    used: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    promised: tuple[str, ...] = ()
+    weights: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def free_units(self) -> int:
+        return len(self.released) + len(self.never_used)
+
+    @property
+    def evictable_units(self) -> int:
+        return sum(1 for _, _, uses in self.attached if uses == 0)
+
+    @property
+    def baseline_units(self) -> int:
+        """Free, and attached to cached pages without being needed, counted unit by unit."""
+        return self.free_units + self.evictable_units
+
+    @property
+    def taken_units(self) -> int:
+        return self.capacity - self.free_units
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """Every page of the pool by identity, and every live request. `never_used` pages are free too.
 
     Of the host tier it has a count and, through `clock`, whether any page of either tier was used: a host may be a
-    hundred times the pool. `open_promises` were due in the last round and were not settled by an allocation.
+    hundred times the pool. `open_promises` were due in the last round and were not settled by an allocation. `pools`
+    are the second ones, where there are any.
     """
 
     page_size: int
@@ -172,6 +214,7 @@ class Snapshot:
     host_pages: int = 0
     clock: int = 0
     open_promises: tuple[Promise, ...] = field(default=())
+    pools: tuple[PoolView, ...] = ()
 
     def pages(self) -> tuple[PageView, ...]:
         """The cached pages as named fields; the search reads the bare tuples, which are much cheaper to make."""

@@ -21,6 +21,8 @@ class AccountingRules:
     decode_yields: decode leaves alone what a cut request was promised: running requests are sent back to the queue
         before they take a slot of a reserved tail, and what they may still grow does not shorten its chunk. Without
         `reserve_tail` there is no such promise, and nothing to yield to.
+    promise_pools: what is admitted is promised in the second pools too until it is taken; without it a gate looks at
+        what each of them can give right now.
     """
 
     checkpoint_align: int | Literal["node", "page_size"] = "node"
@@ -29,6 +31,7 @@ class AccountingRules:
     truncation_align: int | None = None
     on_shortage: Literal["force", "defer"] = "force"
     decode_yields: bool = True
+    promise_pools: bool = True
 
     @property
     def tail_first(self) -> bool:

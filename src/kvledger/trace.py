@@ -20,6 +20,7 @@ from kvledger.arithmetic import ceil_pages
 from kvledger.events import Abort, Cached, Decode, Drain, Event, Finish, Hold, Release, Round, Submit, Transferred
 from kvledger.request import Output, Prompt
 from kvledger.rules import PRESETS, AccountingRules
+from kvledger.pool_settings import misfit_of_pools
 from kvledger.saving import write_whole
 from kvledger.schema import Schema, Unusable, escaped, show, show_path
 from kvledger.settings import USUAL_RATIO_PERCENT, NodeSettings
@@ -201,6 +202,9 @@ def _check_node(node: NodeSettings) -> None:
     if node.mixed_chunk and node.mode == "prefill":
         raise _MisfitError("a prefill node decodes nothing that could join a chunk", "node", "mixed_chunk")
     _check_decode(node)
+    misfit = misfit_of_pools(node)
+    if misfit is not None:
+        raise _MisfitError(misfit.message, "node", misfit.key)
 
 
 def _check_decode(node: NodeSettings) -> None:

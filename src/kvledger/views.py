@@ -10,7 +10,7 @@ from kvledger.adder import AddReqResult, PrefillAdder
 from kvledger.ledger import Due, Promise
 from kvledger.occupancy import Occupancy
 from kvledger.pool import PrefillOutOfMemory
-from kvledger.record import AllocationFailure, Decision, DecisionKind, LiveRequest, Snapshot
+from kvledger.record import AllocationFailure, Decision, DecisionKind, LiveRequest, PoolView, Snapshot
 from kvledger.request import CachedPage, Request, RequestState
 
 
@@ -36,6 +36,7 @@ def decision_of(
         newly_locked_tokens=newly_locked_tokens,
         reason=reason,
         forced=adder.forced and kind == "resumed",
+        short_of=adder.short_of if kind == "refused" else None,
         output_tokens=adder.output_tokens(request),
         baseline=adder.memory.baseline,
         rem_total_tokens=math.floor(adder.rem_total_tokens),
@@ -63,7 +64,11 @@ def _whole(promise: Promise) -> Promise:
 
 
 def snapshot_of(
-    memory: Occupancy, live: Iterable[Request], waiting: Iterable[str], adder: PrefillAdder | None
+    memory: Occupancy,
+    live: Iterable[Request],
+    waiting: Iterable[str],
+    adder: PrefillAdder | None,
+    pools: tuple[PoolView, ...] = (),
 ) -> Snapshot:
     """Every page and every live request; `adder` is the last round's, for promises that nothing settled."""
     # a running request's token is due in each round anew: no allocation has to settle it
@@ -82,6 +87,7 @@ def snapshot_of(
         host_pages=memory.tree.host_pages,
         clock=memory.tree.clock,
         open_promises=tuple(_whole(promise) for promise in promises if promise.due is Due.NOW),
+        pools=pools,
     )
 
 
@@ -93,7 +99,8 @@ def device_page(cached: CachedPage) -> int:
 
 def failure_of(error: PrefillOutOfMemory) -> AllocationFailure:
     """A failed allocation as a value."""
-    return AllocationFailure(error.request, error.wanted_tokens, error.free_tokens, error.evictable_tokens, str(error))
+    figures = (error.wanted_tokens, error.free_tokens, error.evictable_tokens)
+    return AllocationFailure(error.request, *figures, str(error), pool=error.pool)
 
 
 def _live_view(request: Request) -> LiveRequest:

@@ -30,9 +30,13 @@ ORDER = (
         "record",
         "occupancy",
         "views",
+        "pools",
         "slots",
+        "window",
+        "shared",
         "policy",
         "settings",
+        "second_pools",
         "node",
         "unified_adder",
         "unified",
@@ -41,10 +45,12 @@ ORDER = (
 )
 # A helper stands just left of the one module that may import it, among its siblings in this order.
 HELPERS = {
+    "checks_pools": "invariants",
     "checks_decision": "invariants",
     "checks_decode": "invariants",
     "checks_queue": "invariants",
     "checks_state": "invariants",
+    "pool_settings": "trace",
     "saving": "trace",
     "schema": "trace",
     "shrink_passes": "shrink",

@@ -147,8 +147,8 @@ def _notes(decision: Decision, page_size: int) -> str:
     if decision.kind == "refused":
         if decision.reason is not AddReqResult.NO_TOKEN:
             return ""
-        if decision.no_slot:
-            return "no state slot"
+        if decision.short_of is not None:
+            return f"short of {decision.short_of}"
         need = decision.prompt_tokens - decision.prefix_tokens + decision.output_tokens + page_size
         return f"needs {need}" + (f", would lock {lock}" if lock else "")
     notes = (

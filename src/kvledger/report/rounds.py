@@ -140,8 +140,8 @@ def _what(decision: Decision) -> str:
 
 def _notes(decision: Decision, page_size: int) -> list[str]:
     lock = decision.newly_locked_tokens
-    if decision.no_slot:
-        return ["no state slot"]
+    if decision.short_of is not None:
+        return [f"short of {decision.short_of}"]
     if decision.reason is AddReqResult.NO_TOKEN:
         need = decision.prompt_tokens - decision.prefix_tokens + decision.output_tokens + page_size
         return [f"needs {need}", *([f"would lock {lock}"] if lock else [])]

@@ -23,7 +23,9 @@ from kvledger.events import (
     Tier,
     Transferred,
 )
+from kvledger.checks_pools import spare_pages_beside
 from kvledger.evidence import needed_pages_of
+from kvledger.monitor import InvariantMonitor
 from kvledger.record import Snapshot
 from kvledger.replay import Replay
 from kvledger.request import Prompt
@@ -157,7 +159,11 @@ class World:
     def spare_pages(self, snapshot: Snapshot) -> int:
         """Pages that nobody admitted needs: what an outsider may take without breaking anybody's promise."""
         needed_pages = sum(needed_pages_of(request, snapshot.page_size) for request in snapshot.live)
-        return snapshot.baseline_pages - needed_pages
+        spare_pages = snapshot.baseline_pages - needed_pages
+        monitor = self.replay.monitor
+        if not snapshot.pools or not isinstance(monitor, InvariantMonitor):
+            return spare_pages
+        return min(spare_pages, spare_pages_beside(monitor.evidence))
 
     def room_tokens(self) -> int:
         """The largest cold prompt that the gate would let in behind those who wait already, in tokens."""
