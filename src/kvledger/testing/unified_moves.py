@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from kvledger.decode import promised_output
-from kvledger.events import Abort, Decode, Event, Finish, Submit
+from kvledger.events import Abort, Decode, Event, Finish, Round, Submit
 from kvledger.evidence import decode_tokens
 from kvledger.monitor import InvariantMonitor
 from kvledger.policy import SchedulePolicy
@@ -19,7 +19,7 @@ from kvledger.record import Snapshot
 from kvledger.replay import Replay
 from kvledger.request import Output, Prompt
 from kvledger.rules import SOUND_BESIDE_DECODE
-from kvledger.settings import NodeSettings
+from kvledger.settings import USUAL_RATIO_PERCENT, NodeSettings
 from kvledger.testing.moves import (
     MOVES,
     NODE_DOMAINS,
@@ -95,6 +95,21 @@ def draw_unified(
     )
 
 
+def draw_either(decodes: int, **drawn: int) -> NodeSettings:
+    """Such a node, or one of the same sizes and policy that prefills alone."""
+    node = draw_unified(**drawn)
+    if decodes:
+        return node
+    return replace(
+        node,
+        mode="prefill",
+        mixed_chunk=False,
+        preemption_threshold=None,
+        new_token_ratio_percent=USUAL_RATIO_PERCENT,
+        prefix_cache=True,
+    )
+
+
 OUTPUT: Mapping[str, Domain] = {"length": (0, 8), "ignore": (0, 4), "priority": (0, 3)}
 
 Landmark = Callable[["UnifiedWorld"], int]
@@ -156,12 +171,17 @@ def _with_output(make: Callable[..., Event], landmarks: tuple[Landmark, ...]) ->
         world.output = Output()
         tokens = landmarks[length](world)
         tokens = tokens if tokens == BEYOND_CLIP else max(1, min(tokens, MOST_DRAINED_TOKENS))
-        by_priority = world.settings.schedule_policy == "priority"
-        world.output = Output(tokens, ignore == 4, (0, 1, 2, -1)[priority] if by_priority else 0)
+        world.output = _output(world.settings, tokens, ignore == 4, (0, 1, 2, -1)[priority])
         event = make(world, **arguments)
         return replace(event, output=world.output) if isinstance(event, Submit) else event
 
     return move
+
+
+def _output(node: NodeSettings, tokens: int, ignore_eos: bool, priority: int) -> Output:
+    """An output as far as such a node knows of any: a prefill node makes one token, and not each has priorities."""
+    priority = priority if node.schedule_policy == "priority" else 0
+    return Output(tokens, ignore_eos, priority) if node.mode == "unified" else Output(priority=priority)
 
 
 def submit_growing(world: UnifiedWorld, length: int, ignore: int, priority: int) -> Event:
@@ -184,15 +204,15 @@ def _submit_page(world: World) -> Event:
     return submit_short(world, landmark=4, step=0)
 
 
-def decode(_world: World) -> Event:
-    """A decode round on its own."""
-    return Decode()
+def decode(world: World) -> Event:
+    """A decode round on its own; a round where nothing decodes."""
+    return Decode() if world.settings.mode == "unified" else Round()
 
 
 def finish(world: World, pick: int) -> Event:
     """A running request's output ends early; where nobody runs, a decode round."""
     running = [request.rid for request in world.replay.target.snapshot().live if request.decoding]
-    return Finish(running[pick % len(running)]) if running else Decode()
+    return Finish(running[pick % len(running)]) if running else decode(world)
 
 
 def before_drain(world: World) -> None:
@@ -234,3 +254,8 @@ UNIFIED_SPACE = Space(
     world=UnifiedWorld,
 )
 """Nodes that decode beside their prefill, under every schedule policy."""
+
+EITHER_SPACE = replace(
+    UNIFIED_SPACE, domains={**UNIFIED_DOMAINS, "decodes": (0, 1)}, settings=draw_either, name="either"
+)
+"""Half of them decode: the ground on which a search lays further parts of a node."""
