@@ -58,13 +58,18 @@ def baseline_units(snapshot: Snapshot, view: PoolView) -> int:
 
 
 def spare_pages_beside(e: Evidence) -> int:
-    """KV pages that the pools which they share with others leave, between rounds, to somebody without a promise."""
+    """KV pages that the pools which they share with others leave, between rounds, to somebody without a promise.
+
+    What is attached to cached pages is not counted on: it stays while the pages are locked to be extended.
+    """
     spare = [e.after.pool_pages]
     for view in e.after.pools:
         if view.weights:
+            cost = dict(view.weights)
             units = baseline_units(e.after, view) - needed_units(e, view, ())
-            spare.append(units // dict(view.weights)[""])
-    return min(spare)
+            units -= sum(each.evictable_units * cost[each.name] for each in e.after.pools if each.name in cost)
+            spare.append(units // cost[""])
+    return max(0, min(spare))
 
 
 # --- after a decision

@@ -159,7 +159,7 @@ class PageView:
 class PoolView:
     """A second pool, unit by unit. `owned`: units that a request has to itself. `attached`: (unit, device page, uses),
     where `uses` counts the live requests that need it; without any it can be given up. `used`: attached units that a
-    request needs. `promised`: requests with a promise of the last round that no allocation has settled.
+    request needs right now. `promised`: requests with a promise of the last round that no allocation has settled.
 
     A pool that others are cut from has no units of its own: `weights` says what a unit of each of them costs, where
     the KV pool is called "".

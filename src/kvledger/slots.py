@@ -53,6 +53,7 @@ class StateSlots(SecondPool):
         self._pages: dict[int, CachedPage] = {}
         self._making: dict[str, dict[int, int]] = {}
         self._arriving: list[CachedPage] = []
+        self._sources: dict[str, CachedPage] = {}
         super().__init__(self.limit, limited=limit is not None)
 
     @property
@@ -108,6 +109,8 @@ class StateSlots(SecondPool):
 
         Its own hit's checkpoints go last; where nothing else is left, the hit's checkpoint becomes the live state.
         """
+        if self.copy_on_write and path and path[-1].serial in self.saved:
+            self._sources[rid] = path[-1]
         slot = self._give_up_own(rid, path)
         slot = self._take() if slot is None else slot
         if slot is None:
@@ -161,6 +164,7 @@ class StateSlots(SecondPool):
         return making
 
     def cached(self, request: Request) -> None:
+        self._sources.pop(request.rid, None)
         self.attach(request.rid, request.locked)
 
     def attach(self, rid: str, path: Sequence[CachedPage]) -> None:
@@ -193,6 +197,7 @@ class StateSlots(SecondPool):
 
     def end(self, rid: str) -> None:
         self.ledger.settle(rid)
+        self._sources.pop(rid, None)
         self._free([self.live.pop(rid), *self.tracked.pop(rid, ()), *self._making.pop(rid, {}).values()])
 
     # --- what the prefix tree tells
@@ -288,6 +293,7 @@ class StateSlots(SecondPool):
                 (slot, -1 if (cached := self._pages[serial]).page is None else cached.page, _inside_refs(cached))
                 for serial, slot in self.saved.items()
             ),
+            used=tuple((rid, (self.saved.get(cached.serial, -1),)) for rid, cached in self._sources.items()),
             promised=self.promised_now(),
         )
 

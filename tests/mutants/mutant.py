@@ -5,17 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from kvledger.adder import PrefillAdder
 from kvledger.ledger import MemoryLedger
 from kvledger.node import PrefillNode, Watcher
 from kvledger.pool import PagePool
+from kvledger.pools import SecondPool
 from kvledger.radix import PrefixTree
 from kvledger.replay import TargetFactory
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.settings import FIRST_TOKEN, NodeSettings
 from kvledger.testing.moves import NODE_SPACE, Space
+from kvledger.testing.pools_moves import POOLS_SPACE
 from kvledger.testing.unified_moves import UNIFIED_SPACE
 from kvledger.unified import UnifiedNode
 from kvledger.unified_adder import UnifiedAdder
@@ -109,10 +112,21 @@ def mutant(*killers: str, **traits: Any) -> Callable[[Part], Part]:
         wrong = " ".join(part.__doc__.split())
         if issubclass(part, (UnifiedNode, UnifiedAdder)):
             traits.setdefault("space", UNIFIED_SPACE)
+        if issubclass(part, SecondPool):
+            traits.setdefault("space", POOLS_SPACE)
         MUTANTS[name] = Mutant(name=name, wrong=wrong, killers=frozenset(killers), build=node_of(part), **traits)
         return part
 
     return register
+
+
+def _with_pool(part: type, settings: NodeSettings, rules: AccountingRules, watcher: Watcher) -> PrefillNode:
+    """The node whose second pool of this kind is the changed one."""
+    node = PrefillNode(settings, rules, watcher)
+    for pool in node.pools:
+        if isinstance(pool, part.__bases__):
+            pool.__class__ = part
+    return node
 
 
 def node_of(part: type) -> TargetFactory:
@@ -121,5 +135,7 @@ def node_of(part: type) -> TargetFactory:
         return part
     if issubclass(part, UnifiedAdder):
         return type(f"NodeWith{part.__name__}", (UnifiedNode,), {"adder_type": part})
+    if issubclass(part, SecondPool):
+        return partial(_with_pool, part)
     attribute = next(attribute for kind, attribute in PARTS if issubclass(part, kind))
     return type(f"NodeWith{part.__name__}", (AssembledNode,), {attribute: part})

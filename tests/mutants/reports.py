@@ -32,9 +32,6 @@ REPORTS: tuple[str, ...] = (
 )
 
 OUT_OF_REACH: dict[str, str] = {
-    "#27391": "needs a second pool: the load-back takes sliding-window pages (one pool: load-back-outside-budget)",
-    "#23174": "needs a second pool: the chunk takes the whole window budget",
-    "#31205": "needs a second pool: the chunk budget is above the window pool's size",
     "#23006": "needs pipeline ranks that replay a plan",
     "#34572": "needs pipeline ranks whose queues can differ",
 }

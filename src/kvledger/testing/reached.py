@@ -23,6 +23,7 @@ from kvledger.monitor import InvariantMonitor
 from kvledger.record import Decision, RoundRecord
 from kvledger.replay import Outcome, Stuck, Target
 from kvledger.rules import AccountingRules
+from kvledger.testing import reached_pools
 
 BRANCHES: tuple[str, ...] = (
     "resumed to its end",
@@ -82,6 +83,10 @@ DECODE_BRANCHES: tuple[str, ...] = (
 )
 """What only a node that decodes can reach."""
 
+PARTS = (reached_pools,)
+"""Parts that a node may have: each a module with its `BRANCHES`, and `met(evidence, happened)`, which names those
+that a decision, a round or an event took; after a decision the evidence's `earlier` ends with it."""
+
 _ONLY_WITH_OUTSIDERS = frozenset({"given up by the node"})
 _ONLY_WHEN_BROKEN = frozenset({"forced", "deferred", "resumed, cut by memory", "out of memory"})
 _ONLY_WITH_COARSE_GRID = frozenset(
@@ -95,9 +100,13 @@ _ONLY_WITH_COARSE_GRID = frozenset(
 )
 
 
-def expected_branches(rules: AccountingRules, *, sound: bool, decode: bool = False) -> tuple[str, ...]:
+def expected_branches(
+    rules: AccountingRules, *, sound: bool, decode: bool = False, parts: bool = False
+) -> tuple[str, ...]:
     """The branches that a search under these rules must have reached to prove anything; `decode`: beside decode,
-    where those of prefill are not asked for once more."""
+    `parts`: with further parts. Those of a plain prefill node are not asked for once more there."""
+    if parts:
+        return tuple(branch for part in PARTS for branch in part.BRANCHES)
     if decode:
         return tuple(branch for branch in DECODE_BRANCHES if branch not in _ONLY_WITH_OUTSIDERS)
     out_of_reach = {"stuck"}  # only outsiders' locks and holds lead there, or a broken invariant
@@ -125,6 +134,7 @@ class SearchMonitor(InvariantMonitor):
         self.reached.update(self._decision_branches(decision, earlier))
         if self.evidence.settings.mode == "unified":
             self.reached.update(self._output_branches(decision, earlier))
+        self._meet(decision)
         needed_pages = sum(needed_pages_of(request, self.evidence.page_size) for request in self.evidence.after.live)
         slack_pages = self.evidence.after.baseline_pages - needed_pages
         if self.least_slack_pages is None or slack_pages < self.least_slack_pages:
@@ -136,12 +146,18 @@ class SearchMonitor(InvariantMonitor):
         self.reached.update(_round_branches(record))
         if self.evidence.settings.mode == "unified":
             self.reached.update(self._decode_branches(record))
+        self._meet(record)
 
     def after_event(self, event: Event) -> None:
         super().after_event(event)
         branch = _event_branch(event)
         if branch is not None and not is_ignored(self._target, event):
             self.reached[branch] += 1
+        self._meet(event)
+
+    def _meet(self, happened: Decision | RoundRecord | Event) -> None:
+        for part in PARTS:
+            self.reached.update(part.met(self.evidence, happened))
 
     def stuck(self, stuck: Stuck) -> None:
         super().stuck(stuck)
