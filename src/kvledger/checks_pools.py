@@ -189,7 +189,8 @@ def table_fits(e: Evidence, record: RoundRecord) -> Finding | None:
         for d in record.joined:
             if d.request not in live or view.weights:
                 continue
-            holds = len(owned.get(d.request, ())) + len(used.get(d.request, ()))
+            holds = len(owned.get(d.request, ()))
+            holds += len(used.get(d.request, ())) if view.name == "window_pool" else 0
             wanted = _units_after(e, view, d.end)
             if holds != wanted:
                 return Finding(

@@ -164,7 +164,6 @@ class StateSlots(SecondPool):
         return making
 
     def cached(self, request: Request) -> None:
-        self._sources.pop(request.rid, None)
         self.attach(request.rid, request.locked)
 
     def attach(self, rid: str, path: Sequence[CachedPage]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvledger.adder import Chunk
@@ -12,6 +13,9 @@ from kvledger.request import CachedPage, Request
 from kvledger.settings import NodeSettings
 from kvledger.shared import SharedBytes
 from kvledger.slots import StateSlots
+from kvledger.testing.dimensions import swarm
+from kvledger.testing.moves import NODE_SPACE, Space
+from kvledger.testing.pools_moves import DOMAINS, POOLS
 from kvledger.window import Window, WindowPool
 from tests.mutants.mutant import mutant
 
@@ -20,12 +24,19 @@ def _tracking(settings: NodeSettings) -> bool:
     return settings.tracking_slots > 0
 
 
-def _copying(settings: NodeSettings) -> bool:
-    return settings.copy_on_write and settings.state_slots is not None and settings.state_slots <= 6
+def _few_copied_states() -> Space:
+    """Nodes with state slots for a request or two, whose hits are copied."""
+    domains = {**DOMAINS, "which": (0, 0), "slots": (0, 1), "tracking": (0, 0), "copying": (1, 1)}
+    return swarm(NODE_SPACE, [replace(POOLS, domains=domains)], name="+ pools", examples=1, always=True)
 
 
 def _windowed(settings: NodeSettings) -> bool:
     return settings.window_tokens is not None
+
+
+def _narrow_window(settings: NodeSettings) -> bool:
+    """The pool holds little more than two windows, so that it matters what of one comes back."""
+    return 4 <= settings.window_pages <= settings.window_pool_pages / 2 and settings.host_tokens == 0
 
 
 def _windowed_with_host(settings: NodeSettings) -> bool:
@@ -49,7 +60,7 @@ class GateCountsLiveSlotOnly(StateSlots):
     def promise(self, req: Any, start: int, tokens: int) -> None: ...
 
 
-@mutant("no-use-after-free", narrow=_copying)
+@mutant("no-use-after-free", space=_few_copied_states())
 class CopiedCheckpointTaken(StateSlots):
     """The checkpoint of a hit is given up while its state is being copied into the live slot."""
 
@@ -84,7 +95,7 @@ class TrackingTakenForEachChunk(StateSlots):
         super().allocate(request, chunk)
 
 
-@mutant("quiescent", "conserved", narrow=_tracking)
+@mutant("conserved", narrow=_tracking)
 class TrackingKeptAtEnd(StateSlots):
     """A request that ends gives back its live slot, and not those that it tracked with."""
 
@@ -180,7 +191,7 @@ class WindowKeptAtEnd(WindowPool):
         super().end(rid)
 
 
-@mutant("promises-covered", narrow=_windowed)
+@mutant("promises-covered", narrow=_narrow_window)
 class SharedWindowCountedAsOwn(WindowPool):
     """Pages that somebody else uses too are counted as coming back when the window moves on."""
 
@@ -188,7 +199,7 @@ class SharedWindowCountedAsOwn(WindowPool):
         return len(window.own) + len(window.shared)
 
 
-@mutant("refusal-is-free", "quiescent", narrow=_windowed)
+@mutant("refusal-is-free", narrow=_windowed)
 class PromiseKeptAfterRefusal(WindowPool):
     """What is promised in the window pool stays promised when another pool refuses."""
 
