@@ -52,8 +52,10 @@ def baseline_units(snapshot: Snapshot, view: PoolView) -> int:
         return view.baseline_units
     cost = dict(view.weights)
     in_use = (snapshot.pool_pages - snapshot.baseline_pages) * cost[""]
-    return view.capacity - in_use - sum(
-        (each.capacity - each.baseline_units) * cost[each.name] for each in snapshot.pools if each.name in cost
+    return (
+        view.capacity
+        - in_use
+        - sum((each.capacity - each.baseline_units) * cost[each.name] for each in snapshot.pools if each.name in cost)
     )
 
 

@@ -323,9 +323,7 @@ class PrefillNode(Occupancy):
                 self._allocate(request, chunk)
             except OutOfPages as error:
                 wanted = chunk.tokens if error.pool is None else error.wanted_tokens
-                return PrefillOutOfMemory(
-                    request.rid, wanted, error.free_tokens, error.evictable_tokens, error.pool
-                )
+                return PrefillOutOfMemory(request.rid, wanted, error.free_tokens, error.evictable_tokens, error.pool)
             adder.memory.settle(request.rid)
         return None
 

@@ -39,7 +39,9 @@ def _of_window(node: NodeSettings) -> Iterator[Misfit]:
             yield Misfit("window_pool_tokens", f"{node.window_pool_tokens} needs window_tokens")
         return
     if node.mode != "prefill":
-        yield Misfit("window_tokens", f'{node.window_tokens} needs "mode": "prefill": the window of decode is not modelled')
+        yield Misfit(
+            "window_tokens", f'{node.window_tokens} needs "mode": "prefill": the window of decode is not modelled'
+        )
     if node.window_pool_tokens is None:
         yield Misfit("window_pool_tokens", "a sliding window needs a pool")
     elif node.window_pool_pages < node.window_pages + 1:
@@ -56,11 +58,15 @@ def _of_shared(node: NodeSettings) -> Iterator[Misfit]:
         yield from (Misfit(key, f"{getattr(node, key)} needs shared_bytes") for key in parts if getattr(node, key))
         return
     if node.mode != "prefill":
-        yield Misfit("shared_bytes", f'{node.shared_bytes} needs "mode": "prefill": what decode grows is not counted in it')
+        yield Misfit(
+            "shared_bytes", f'{node.shared_bytes} needs "mode": "prefill": what decode grows is not counted in it'
+        )
     if node.page_bytes is None:
         yield Misfit("page_bytes", "what the KV pool takes of shared_bytes is not said")
     if node.state_slot_bytes is None and node.window_page_bytes is None:
-        yield Misfit("shared_bytes", f"{node.shared_bytes} is shared with nothing: state_slot_bytes or window_page_bytes")
+        yield Misfit(
+            "shared_bytes", f"{node.shared_bytes} is shared with nothing: state_slot_bytes or window_page_bytes"
+        )
     if node.state_slot_bytes is not None and node.state_slots is None:
         yield Misfit("state_slot_bytes", f"{node.state_slot_bytes} needs state_slots")
     if node.window_page_bytes is not None and node.window_tokens is None:

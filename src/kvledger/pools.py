@@ -107,6 +107,10 @@ class SecondPool(PageMover):
     def cover_on_host(self, path: Iterable[CachedPage]) -> None:
         """The same on the host, where room for it comes with the page."""
 
+    def give_up_one(self) -> bool:
+        """Free the least recently used unit that is attached and in nobody's use; False if there is none."""
+        raise NotImplementedError
+
     # --- what the outside may see
 
     def view(self) -> PoolView:
@@ -117,7 +121,9 @@ class SecondPool(PageMover):
         return tuple(entry.request for entry in self.ledger.entries() if entry.due is Due.NOW)
 
     def short(self, wanted: int) -> OutOfPages:
-        """The error of an allocation of so many units."""
+        """The error of an allocation of so many units: of the pool that they are cut from, if only that is short."""
+        if self.shared is not None and self.baseline() >= wanted:
+            return self.shared.short_for(self, wanted)
         return OutOfPages(wanted, self.free_units, self.evictable_units(), self.name)
 
 
@@ -130,6 +136,10 @@ class PoolOfPools:
 
     def may_take(self, pool: SecondPool) -> bool:
         """A unit that was promised to nobody can be had."""
+        raise NotImplementedError
+
+    def short_for(self, pool: SecondPool, units: int) -> OutOfPages:
+        """The error of an allocation of so many units of `pool`."""
         raise NotImplementedError
 
 
@@ -167,3 +177,8 @@ def longest_hit(found: Sequence[CachedPage], grid_pages: int, pools: Sequence[Se
         if all(pool.ends_hit(found, pages) for pool in pools):
             return list(found[:pages])
     return []
+
+
+def is_on_device(cached: CachedPage) -> bool:
+    """It has a device page; asked again, because taking a unit may have cost it that."""
+    return cached.page is not None

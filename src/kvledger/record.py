@@ -12,6 +12,17 @@ from typing import Literal
 from kvledger.adder import AddReqResult
 from kvledger.ledger import Promise
 
+POOL_UNITS = {"state_slots": "slot", "window_pool": "page", "shared_bytes": "byte"}
+"""What each second pool counts in."""
+
+
+def amount(units: int, pool: str | None) -> str:
+    """So much of a pool, in words: tokens of the KV pool, or a second pool's own units."""
+    if pool is None:
+        return f"{units} tokens"
+    return f"{units} {POOL_UNITS.get(pool, 'unit')}{'' if units == 1 else 's'} of {pool}"
+
+
 DecisionKind = Literal["whole", "truncated", "resumed", "deferred", "refused"]
 
 

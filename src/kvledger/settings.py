@@ -134,8 +134,10 @@ class NodeSettings:
         if self.shared_bytes is None:
             return None
         need = self._bytes_of_one(prompt_tokens)
-        return None if need <= self.shared_bytes else (
-            f"prompt {prompt_tokens} takes up to {need} bytes, more than the {self.shared_bytes} of shared_bytes"
+        return (
+            None
+            if need <= self.shared_bytes
+            else (f"prompt {prompt_tokens} takes up to {need} bytes, more than the {self.shared_bytes} of shared_bytes")
         )
 
     def _bytes_of_one(self, prompt_tokens: int) -> int:

@@ -80,6 +80,9 @@ class SharedBytes(SecondPool, PoolOfPools):
                 return False
         return True
 
+    def short_for(self, pool: SecondPool, units: int) -> OutOfPages:
+        return self.short(units * self._cost_of(pool))
+
     def _cost_of(self, pool: SecondPool) -> int:
         return next(cost for part, cost in self.parts if part is pool)
 

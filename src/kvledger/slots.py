@@ -13,7 +13,7 @@ from typing import Any
 
 from kvledger.adder import Chunk
 from kvledger.ledger import Due
-from kvledger.pools import SecondPool
+from kvledger.pools import SecondPool, is_on_device
 from kvledger.record import PoolView
 from kvledger.request import CachedPage, Request
 
@@ -181,11 +181,11 @@ class StateSlots(SecondPool):
                 slot = self._take_spare()
                 if slot is None:
                     return
-                if cached.page is None:  # it was given up to make room
+                if is_on_device(cached):
+                    self._save(cached, slot)
+                    self._brought(cached, slot)
+                else:  # it was given up to make room
                     self._free([slot])
-                    continue
-                self._save(cached, slot)
-                self._brought(cached, slot)
 
     def cover_on_host(self, path: Iterable[CachedPage]) -> None:
         self.on_host.update(cached.serial for cached in self._at_grid(path) if cached.page is None)

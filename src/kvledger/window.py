@@ -19,7 +19,7 @@ from typing import Any
 from kvledger.adder import Chunk
 from kvledger.arithmetic import ceil_pages, pages_of_window
 from kvledger.ledger import Due
-from kvledger.pools import SecondPool
+from kvledger.pools import SecondPool, is_on_device
 from kvledger.record import PoolView
 from kvledger.request import CachedPage, Request
 
@@ -28,7 +28,7 @@ from kvledger.request import CachedPage, Request
 class Window:
     """A request's pages in the pool by their place in its prompt: `own` units, and `shared` cached pages.
 
-    It has computed `end` tokens, in this round's batch up to `planned`, of `last`.
+    It has pages for `end` tokens, in this round's batch up to `planned`, of `last`.
     """
 
     last: int
@@ -184,6 +184,7 @@ class WindowPool(SecondPool):
             raise self.short(end - first)
         for index in range(first, end):
             window.own[index] = self._take_or_fail(end - first)
+        window.end = chunk.end
         self.ledger.settle(request.rid)
 
     def cached(self, request: Request) -> None:
@@ -220,10 +221,10 @@ class WindowPool(SecondPool):
                 if not self._has_spare():
                     return
                 unit = self._take_or_fail(1)
-                if cached.page is None:  # it was given up to make room
-                    self._numbers.free([unit])
-                else:
+                if is_on_device(cached):
                     self._attach(cached, unit)
+                else:  # it was given up to make room
+                    self._numbers.free([unit])
 
     def _has_spare(self) -> bool:
         return self.baseline() > 0 and (self.shared is None or self.shared.may_take(self))
@@ -248,7 +249,7 @@ class WindowPool(SecondPool):
 
     def _take_or_fail(self, wanted: int) -> int:
         if self.shared is not None and not self.shared.make_room(self, 1):
-            raise self.shared.short(wanted)
+            raise self.shared.short_for(self, wanted)
         if not self.free_units and not self.give_up_one():
             raise self.short(wanted)
         return self._numbers.alloc(1)[0]
@@ -288,7 +289,11 @@ class WindowPool(SecondPool):
             never_used=self._numbers.never_used(),
             owned=tuple((rid, tuple(window.own.values())) for rid, window in self.windows.items()),
             attached=tuple(
-                (unit, -1 if self._pages[serial].page is None else int(self._pages[serial].page or 0), self._uses[serial])
+                (
+                    unit,
+                    -1 if self._pages[serial].page is None else int(self._pages[serial].page or 0),
+                    self._uses[serial],
+                )
                 for serial, unit in units.items()
             ),
             used=tuple(

@@ -57,6 +57,7 @@ HELPERS = {
     "shrink_worlds": "shrink",
     "diagnose_history": "diagnose",
     "diagnose_promise": "diagnose",
+    "diagnose_pools": "diagnose",
     "diagnose_future": "diagnose",
     "differences": "compare",
     "runs": "compare",

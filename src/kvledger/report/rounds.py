@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvledger.adder import AddReqResult
 from kvledger.ledger import Due, Promise
-from kvledger.record import AllocationFailure, Decision, RoundRecord
+from kvledger.record import AllocationFailure, Decision, RoundRecord, amount
 from kvledger.replay import Broken, Outcome
 from kvledger.report.plain import named, padded, plain, width, wrapped
 
@@ -246,5 +246,6 @@ def _after(record: RoundRecord) -> str:
 def failure_words(failure: AllocationFailure) -> str:
     """Who asked for how much, and what there was."""
     return (
-        f"{named(failure.request)} wanted {failure.wanted} tokens; free {failure.free}, evictable {failure.evictable}"
+        f"{named(failure.request)} wanted {amount(failure.wanted, failure.pool)}; free {failure.free}, "
+        f"evictable {failure.evictable}"
     )

@@ -112,7 +112,7 @@ def heading_lines(replayed: Replayed) -> list[str]:
 def _beyond_prefill(node: NodeSettings) -> str:
     """What a node has that a plain prefill node has not."""
     usual = {field.name: field.default for field in fields(node)}
-    names = list(usual)[list(usual).index("mode") :]
+    names = list(usual)[list(usual).index("state_slots") :]
     told = ((name.replace("_", " "), getattr(node, name)) for name in names if getattr(node, name) != usual[name])
     return "".join(f", {words} {str(value).lower()}" for words, value in told)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from kvledger.arithmetic import ceil_tokens
 from kvledger.events import Cached, Decode, Drain, Event, Hold, Release, Round, Submit
 from kvledger.ledger import Promise
-from kvledger.record import Decision, RoundRecord
+from kvledger.record import Decision, RoundRecord, amount
 from kvledger.report.explanation import counted
 from kvledger.report.markdown import code, codes, escaped, table
 from kvledger.report.recording import Pool, Recording, Step
@@ -218,7 +218,7 @@ def _after(record: RoundRecord, step: Step, pool: Pool, needed: int, pool_tokens
     if record.failure is not None:
         failure = record.failure
         yield (
-            f"**Out of memory**: {victim(failure)} wanted {failure.wanted} tokens, with {failure.free} free "
+            f"**Out of memory**: {victim(failure)} wanted {amount(failure.wanted, failure.pool)}, with {failure.free} free "
             f"and {failure.evictable} evictable."
         )
         return
