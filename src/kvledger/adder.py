@@ -124,6 +124,7 @@ class PrefillAdder:
         self.chunked_req_limit: int | None = None
         self.pools: Sequence[BesidePool] = ()
         self.short_of: str | None = None
+        self._resuming: PrefillRequest | None = None
         self.forced = False
         self.deferred = False
 
@@ -156,7 +157,8 @@ class PrefillAdder:
     def add_chunked_req(self, req: PrefillRequest) -> PrefillRequest | None:
         """Step 2: the half-done request goes on before anyone else. Returns it if it is still half done, else None."""
         left = req.prompt_tokens - req.prefix_tokens
-        tokens = self._resumable_tokens(req, left)
+        self._resuming = req
+        tokens = self._resumable_tokens(left)
         if tokens is None:
             self.deferred = True
             self.chunked_req = req
@@ -169,7 +171,7 @@ class PrefillAdder:
         self.chunked_req = req if cut else None
         return self.chunked_req
 
-    def _resumable_tokens(self, req: PrefillRequest, left: int) -> int | None:
+    def _resumable_tokens(self, left: int) -> int | None:
         """How much of the `left` tokens may run now; None defers. What remains decides, until nothing does."""
         most = self._most_of_half_done()
         if most is not None and most <= 0:
@@ -177,7 +179,8 @@ class PrefillAdder:
         budget = self._room_of_half_done()
         if most is not None:
             budget = min(most, budget)
-        if self.pools and budget > 0:
+        req = self._resuming
+        if self.pools and req is not None and budget > 0:
             budget = self._held(req, req.prefix_tokens, min(budget, left))
         if budget <= 0:
             if self.rules.on_shortage == "defer":
@@ -236,7 +239,7 @@ class PrefillAdder:
         return self._truncated_tokens(req, self.rem_chunk_tokens)
 
     def _in_every_pool(self, req: PrefillRequest, tokens: int) -> int | AddReqResult:
-        """The chunk, cut to what every second pool holds; NO_TOKEN where one holds nothing, or a cut is not possible."""
+        """The chunk, cut to what every second pool holds; NO_TOKEN where one holds nothing, or it cannot be cut."""
         start = req.prefix_tokens + req.host_hit_tokens
         held = self._held(req, start, tokens)
         if held == tokens:

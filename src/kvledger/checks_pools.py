@@ -113,7 +113,7 @@ def _most_asked(e: Evidence, view: PoolView, decision: Decision) -> int:
     if view.name == "state_slots":
         return e.settings.slots_of_one
     if view.name == "window_pool":
-        half_done = any(d.joined and d.tail_tokens or d.kind == "deferred" for d in e.earlier)
+        half_done = any((d.joined and d.tail_tokens) or d.kind == "deferred" for d in e.earlier)
         whole = half_done or e.settings.chunked_prefill_size is None
         return prompt_pages if whole else min(prompt_pages, e.settings.window_pages + 1) + e.settings.window_pages
     cost = dict(view.weights)
@@ -197,7 +197,7 @@ def table_fits(e: Evidence, record: RoundRecord) -> Finding | None:
             if holds != wanted:
                 return Finding(
                     d.request,
-                    f"{view.name}: {d.request} has computed {d.end} tokens and holds {holds} {view.unit}s, not {wanted}",
+                    f"{view.name}: {d.request} has computed {d.end} tokens and has {holds} {view.unit}s, not {wanted}",
                 )
     return None
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class OutOfPages(Exception):
-    """Not enough free and evictable slots; all figures in tokens, or in the units of the second `pool` that is short."""
+    """Not enough free and evictable slots; all figures in tokens, or in the units of a second `pool` that is short."""
 
     def __init__(self, wanted_tokens: int, free_tokens: int, evictable_tokens: int, pool: str | None = None) -> None:
         super().__init__(wanted_tokens, free_tokens, evictable_tokens)
@@ -39,8 +39,8 @@ class PrefillOutOfMemory(OutOfPages):
     def __str__(self) -> str:
         if self.pool is not None:
             return (
-                f"Prefill out of memory: {self.request} tries to allocate {self.wanted_tokens} of {self.pool}, available "
-                f"{self.free_tokens + self.evictable_tokens} (free {self.free_tokens} + evictable "
+                f"Prefill out of memory: {self.request} tries to allocate {self.wanted_tokens} of {self.pool}, "
+                f"available {self.free_tokens + self.evictable_tokens} (free {self.free_tokens} + evictable "
                 f"{self.evictable_tokens})"
             )
         return (

@@ -47,7 +47,7 @@ def _of_window(node: NodeSettings) -> Iterator[Misfit]:
     elif node.window_pool_pages < node.window_pages + 1:
         yield Misfit(
             "window_pool_tokens",
-            f"{node.window_pool_tokens} has {node.window_pool_pages} pages, and a window of {node.window_tokens} tokens "
+            f"{node.window_pool_tokens} has {node.window_pool_pages} pages; a window of {node.window_tokens} tokens "
             f"and a page to go on take {node.window_pages + 1}",
         )
 
@@ -64,9 +64,7 @@ def _of_shared(node: NodeSettings) -> Iterator[Misfit]:
     if node.page_bytes is None:
         yield Misfit("page_bytes", "what the KV pool takes of shared_bytes is not said")
     if node.state_slot_bytes is None and node.window_page_bytes is None:
-        yield Misfit(
-            "shared_bytes", f"{node.shared_bytes} is shared with nothing: state_slot_bytes or window_page_bytes"
-        )
+        yield Misfit("shared_bytes", f"{node.shared_bytes} is shared with nothing: neither slots nor window pages")
     if node.state_slot_bytes is not None and node.state_slots is None:
         yield Misfit("state_slot_bytes", f"{node.state_slot_bytes} needs state_slots")
     if node.window_page_bytes is not None and node.window_tokens is None:

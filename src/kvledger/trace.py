@@ -18,9 +18,9 @@ from typing import Any
 
 from kvledger.arithmetic import ceil_pages
 from kvledger.events import Abort, Cached, Decode, Drain, Event, Finish, Hold, Release, Round, Submit, Transferred
+from kvledger.pool_settings import misfit_of_pools
 from kvledger.request import Output, Prompt
 from kvledger.rules import PRESETS, AccountingRules
-from kvledger.pool_settings import misfit_of_pools
 from kvledger.saving import write_whole
 from kvledger.schema import Schema, Unusable, escaped, show, show_path
 from kvledger.settings import USUAL_RATIO_PERCENT, NodeSettings

@@ -86,7 +86,7 @@ class WindowPool(SecondPool):
         return hit[self.first_page(len(hit) * self.page_size) :]
 
     def holdable(self, req: Any, start: int, tokens: int) -> int:
-        """As much as the pool can give now, if that leaves what the request must have to come to its end in small steps.
+        """As much as the pool can give now, if that leaves what the request needs to come to its end in steps.
 
         Those are (`still`) a window and a page, less what it has to itself: it comes back as the window moves on.
         """
@@ -149,7 +149,7 @@ class WindowPool(SecondPool):
         return super().owed_units(without)
 
     def _promise_tails(self, without: str | None) -> None:
-        """What each admitted request must yet be able to take, counted afresh: a newcomer may share what was its own."""
+        """What each admitted request must yet be able to take, counted afresh: a newcomer may share what was its."""
         for rid, window in self.windows.items():
             self.ledger.take_back(rid, "tail")
             if rid != without:

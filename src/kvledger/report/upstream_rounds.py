@@ -218,8 +218,8 @@ def _after(record: RoundRecord, step: Step, pool: Pool, needed: int, pool_tokens
     if record.failure is not None:
         failure = record.failure
         yield (
-            f"**Out of memory**: {victim(failure)} wanted {amount(failure.wanted, failure.pool)}, with {failure.free} free "
-            f"and {failure.evictable} evictable."
+            f"**Out of memory**: {victim(failure)} wanted {amount(failure.wanted, failure.pool)}, with "
+            f"{failure.free} free and {failure.evictable} evictable."
         )
         return
     in_use = pool_tokens - pool.baseline

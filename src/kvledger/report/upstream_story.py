@@ -138,9 +138,10 @@ def _failed(recording: Recording) -> Iterator[str]:
     failure = recording.outcome.failure
     assert failure is not None
     pool = failure.pool
-    wanted = _pages(failure.wanted, recording.page_size) if pool is None else amount(failure.wanted, pool)
+    slots = f"slots for {_pages(failure.wanted, recording.page_size)}"
+    wanted = slots if pool is None else amount(failure.wanted, pool)
     yield (
-        f"In round {recording.outcome.rounds[-1].round} {victim(failure)} {'wants slots for' if pool is None else 'wants'} {wanted}; "
+        f"In round {recording.outcome.rounds[-1].round} {victim(failure)} wants {wanted}; "
         f"{failure.free} are free and {failure.evictable} evictable."
     )
 

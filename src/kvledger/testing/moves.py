@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from kvledger.arithmetic import align_chunk_end, ceil_tokens
+from kvledger.checks_pools import spare_pages_beside
 from kvledger.events import (
     Abort,
     Cached,
@@ -23,7 +24,6 @@ from kvledger.events import (
     Tier,
     Transferred,
 )
-from kvledger.checks_pools import spare_pages_beside
 from kvledger.evidence import needed_pages_of
 from kvledger.monitor import InvariantMonitor
 from kvledger.record import Snapshot

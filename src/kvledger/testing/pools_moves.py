@@ -39,7 +39,7 @@ def extend(
     window: int,
     room: int,
     weight: int,
-    bytes: int,  # noqa: A002 - the drawn name
+    bytes: int,
 ) -> NodeSettings:
     """The node with these pools. What decode would grow is not modelled in a window or in shared bytes."""
     chosen = WHICH[which] if node.mode == "prefill" else STATES
