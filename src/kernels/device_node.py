@@ -141,7 +141,14 @@ class DeviceNode(PrefillNode):
             )
 
     def _open_slots(self) -> StateSlots:
-        return DeviceSlots(self, self.settings.state_slots, self.page_size, self.grid_tokens)
+        return DeviceSlots(
+            self,
+            self.settings.state_slots,
+            self.page_size,
+            self.grid_tokens,
+            tracking=self.settings.tracking_slots,
+            copy_on_write=self.settings.copy_on_write,
+        )
 
     @property
     def real_slots(self) -> DeviceSlots:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvledger.kernels.device_pool import DevicePool
 from kvledger.kernels.judge import Judge
@@ -78,8 +78,8 @@ class RealPages(PagePool):
 class DeviceSlots(StateSlots):
     """The ledger's state slots over a real pool; host pages get their numbers here, from the ledger's allocator."""
 
-    def __init__(self, host: Host, limit: int | None, page_size: int, grid_tokens: int) -> None:
-        super().__init__(limit, page_size, grid_tokens)
+    def __init__(self, host: Host, limit: int | None, page_size: int, grid_tokens: int, **traits: Any) -> None:
+        super().__init__(limit, page_size, grid_tokens, **traits)
         self._node = host
         self._device = host.device
         self._host_numbers = PagePool(1 << 30, page_size)
@@ -159,8 +159,8 @@ class DeviceSlots(StateSlots):
         super()._free(slots)
         self._device.poison_slots(slots)
 
-    def _take(self, own: dict[int, int]) -> int | None:
-        slot = super()._take(own)
+    def _take(self) -> int | None:
+        slot = super()._take()
         if slot is not None:
             self._device.grow_slots(slot + 1)
         return slot

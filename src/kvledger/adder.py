@@ -9,7 +9,7 @@ It owns no memory. Any allocator with `available_size()` and any cache with `ful
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, Protocol
@@ -47,6 +47,18 @@ class PrefillRequest(Protocol):
     def prefix_tokens(self) -> int: ...
     @property
     def host_hit_tokens(self) -> int: ...
+
+
+class BesidePool(Protocol):
+    """A pool that a request takes of beside its KV pages (see `pools.SecondPool`)."""
+
+    @property
+    def name(self) -> str: ...
+    def lock(self, req: Any) -> None: ...
+    def unlock(self, req: Any) -> None: ...
+    def holdable(self, req: Any, start: int, tokens: int) -> int: ...
+    def promise(self, req: Any, start: int, tokens: int) -> None: ...
+    def await_chunk(self, req: Any) -> None: ...
 
 
 class Allocator(Protocol):
@@ -99,7 +111,8 @@ class PrefillAdder:
     Sizes are tokens. `rem_chunk_tokens` None turns chunking off, `rem_input_tokens` None lifts the prefill limit.
     `tree_cache` needs `full_evictable_size()` (preferred, for hybrid pools) or `evictable_size()`. Only the deciding
     rank reserves tails: a rank that replays a plan must not refuse what was admitted. `chunked_req_limit` is for a
-    schedule policy that keeps a part of the chunk budget from the half-done request.
+    schedule policy that keeps a part of the chunk budget from the half-done request. `pools` are asked after the gate:
+    a candidate is admitted in all of them or in none; `short_of` names the one that refused the last one.
 
     `init_load_back(req)` may say that less than the host hit came: it returns the tokens that did and can be used,
     which are then in `req.prefix_tokens`, locked with the rest, with nothing left in `req.host_hit_tokens`; the request
@@ -148,6 +161,9 @@ class PrefillAdder:
         self.loading: list[PrefillRequest] = []
         self.chunked_req: PrefillRequest | None = None
         self.chunked_req_limit: int | None = None
+        self.pools: Sequence[BesidePool] = ()
+        self.short_of: str | None = None
+        self._resuming: PrefillRequest | None = None
         self.forced = False
         self.deferred = False
 
@@ -182,6 +198,7 @@ class PrefillAdder:
         self._check(req)
         self._output_tokens(req)  # refuses an output that cannot be before anything is promised
         left = req.prompt_tokens - req.prefix_tokens
+        self._resuming = req
         tokens = self._resumable_tokens(left)
         if tokens is None:
             self.deferred = True
@@ -219,6 +236,9 @@ class PrefillAdder:
         budget = self._room_of_half_done()
         if most is not None:
             budget = min(most, budget)
+        req = self._resuming
+        if self.pools and req is not None and budget > 0:
+            budget = self._held(req, req.prefix_tokens, min(budget, left))
         if budget <= 0:
             if self.rules.on_shortage == "defer":
                 return None
@@ -241,14 +261,17 @@ class PrefillAdder:
         The answer is about the next one: with NO_TOKEN or OTHER too `req` is admitted if `can_run_list` has it.
         """
         self._check(req)
+        self.short_of = None
         self._lock(req)
+        for pool in self.pools:
+            pool.lock(req)
         try:
-            tokens = self._admissible_tokens(req)
+            tokens = self._decided_tokens(req)
         except ValueError:  # of an output that cannot be
-            self._unlock(req)
+            self._unlock_everywhere(req)
             raise
         if isinstance(tokens, AddReqResult):
-            self._unlock(req)
+            self._unlock_everywhere(req)
             return tokens
         load_back = req.host_hit_tokens
         came = self._load_back(req) if load_back else None
@@ -257,9 +280,9 @@ class PrefillAdder:
             return self.budget_state()
         if came is not None and came < load_back:
             load_back = came
-            tokens = self._admissible_tokens(req)
+            tokens = self._decided_tokens(req)
             if isinstance(tokens, AddReqResult):
-                self._unlock(req)
+                self._unlock_everywhere(req)
                 return tokens
         start = req.prefix_tokens + req.host_hit_tokens
         cut = start + tokens < req.prompt_tokens
@@ -271,11 +294,25 @@ class PrefillAdder:
             self.chunked_req = req
         return self.budget_state()
 
+    def _decided_tokens(self, req: PrefillRequest) -> int | AddReqResult:
+        """What every pool admits of a candidate whose hit is locked, or the reason for its refusal."""
+        tokens = self._admissible_tokens(req)
+        if self.pools and not isinstance(tokens, AddReqResult):
+            return self._in_every_pool(req, tokens)
+        return tokens
+
+    def _unlock_everywhere(self, req: PrefillRequest) -> None:
+        for pool in self.pools:
+            pool.unlock(req)
+        self._unlock(req)
+
     # --- admitted, and what is to be loaded for it arrives late
 
     def await_load(self, req: PrefillRequest) -> None:
         """What is left of a request whose load goes on is promised like a tail: it has been let in, and runs later."""
         self.loading.append(req)
+        for pool in self.pools:
+            pool.await_chunk(req)
         if self.rules.reserve_tail:
             self._reserve(req, req.prompt_tokens - req.prefix_tokens - req.host_hit_tokens)
 
@@ -314,7 +351,8 @@ class PrefillAdder:
                 return None
             if room < tokens:
                 tokens = align_chunk_end(req.prefix_tokens, floor_tokens(room, self.page_size), self.grid_tokens)
-        return tokens
+        held = self._in_every_pool(req, tokens) if self.pools else tokens
+        return None if isinstance(held, AddReqResult) else held
 
     def _room_of_loaded(self) -> int:
         """What others were promised beyond the slots of their prompts is slack, and no reason to keep it waiting."""
@@ -343,6 +381,27 @@ class PrefillAdder:
             return left
         return self._truncated_tokens(req, self.rem_chunk_tokens)
 
+    def _in_every_pool(self, req: PrefillRequest, tokens: int) -> int | AddReqResult:
+        """The chunk, cut to what every second pool holds; NO_TOKEN where one holds nothing, or it cannot be cut."""
+        start = req.prefix_tokens + req.host_hit_tokens
+        held = self._held(req, start, tokens)
+        if held == tokens:
+            return tokens
+        if held <= 0 or self.chunked_req is not None or self.rem_chunk_tokens is None:
+            return AddReqResult.NO_TOKEN
+        self.short_of = None
+        return align_chunk_end(start, held, self.grid_tokens)
+
+    def _held(self, req: PrefillRequest, start: int, tokens: int) -> int:
+        """Of a chunk, as much as every second pool can hold; `short_of` is then the one that holds least."""
+        for pool in self.pools:
+            held = pool.holdable(req, start, tokens)
+            if held < tokens:
+                self.short_of, tokens = pool.name, held
+            if tokens <= 0:
+                break
+        return tokens
+
     def _passes_gate(self, req: PrefillRequest) -> bool:
         return self._needed_tokens(req) < self.rem_total_tokens
 
@@ -368,6 +427,8 @@ class PrefillAdder:
         self._taken[req.rid] = "in this batch"
         self.can_run_list.append(Chunk(req, kind, start, start + tokens, load_back))
         self._charge(req, tokens, final=final)
+        for pool in self.pools:
+            pool.promise(req, start, tokens)
         if not final:
             self._cut(req, req.prompt_tokens - start - tokens)
 

@@ -11,6 +11,11 @@ def ceil_pages(tokens: int, page_size: int) -> int:
     return -(-tokens // page_size)
 
 
+def pages_of_window(tokens: int, page_size: int) -> int:
+    """The most pages that `tokens` slots in a row reach into, wherever they begin."""
+    return ceil_pages(tokens - 1, page_size) + 1
+
+
 def ceil_tokens(tokens: int, page_size: int) -> int:
     """`tokens` rounded up to whole pages, in tokens."""
     return -(-tokens // page_size) * page_size

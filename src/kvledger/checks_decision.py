@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from kvledger import checks_pools as pools
 from kvledger.adder import AddReqResult
 from kvledger.arithmetic import ceil_tokens, floor_tokens
 from kvledger.evidence import (
@@ -28,7 +29,7 @@ def promises_covered(e: Evidence, decision: Decision) -> Finding | None:
     needed_pages = sum(needed_pages_of(request, e.page_size) for request in e.after.live)
     baseline_pages = coming_pages(e.after)
     if baseline_pages >= needed_pages:
-        return None
+        return pools.promises_covered(e, decision) if e.after.pools else None
     return Finding(
         decision.request,
         f"after {decision.request} was {decision.kind}, admitted prompts still need {needed_pages * e.page_size} "
@@ -199,8 +200,10 @@ def other_is_minimal(e: Evidence, decision: Decision) -> Finding | None:
 
 def fix_is_minimal(e: Evidence, decision: Decision) -> Finding | None:
     """A NO_TOKEN must hold against the books counted afresh: tail and newcomer together do not fit."""
-    if decision.reason is not AddReqResult.NO_TOKEN or decision.no_slot:
+    if decision.reason is not AddReqResult.NO_TOKEN:
         return None
+    if decision.short_of is not None:
+        return pools.refusal_is_minimal(e, decision)
     if is_simulated(e, decision):
         if not simulation_passes(e, decision):
             return None

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import PurePath
 
+from kvledger import checks_pools as pools
 from kvledger.arithmetic import ceil_pages
 from kvledger.evidence import Evidence, Finding
 from kvledger.record import RoundRecord
@@ -50,7 +51,7 @@ def table_fits(e: Evidence, record: RoundRecord) -> Finding | None:
     for d in record.joined:
         if d.request in pages and pages[d.request] != ceil_pages(d.end, e.page_size):
             return Finding(d.request, f"{d.request} has computed {d.end} tokens and holds {pages[d.request]} pages")
-    return None
+    return pools.table_fits(e, record) if e.after.pools else None
 
 
 # --- after every event
@@ -68,7 +69,7 @@ def conserved(e: Evidence) -> Finding | None:
     if e.settings.host_pages is not None and s.host_pages > e.settings.host_pages:
         return Finding(None, f"the host tier has {s.host_pages} pages and room for {e.settings.host_pages}")
     if len(used) == len(distinct) == in_use_pages and (not used or max(used) < in_use_pages):
-        return None
+        return pools.conserved(e) if s.pools else None
     twice = sorted(page for page, times in Counter(used).items() if times > 1)
     missing_pages = in_use_pages - len(distinct)
     words = []
@@ -108,7 +109,7 @@ def no_use_after_free(e: Evidence) -> Finding | None:
                 request.rid, f"{request.rid} uses pages that are not its own: {_few(private & (free | owned | cached))}"
             )
         owned |= private
-    return None
+    return pools.no_use_after_free(e) if s.pools else None
 
 
 def ended_is_gone(e: Evidence) -> Finding | None:
@@ -134,7 +135,7 @@ def quiescent(e: Evidence) -> Finding | None:
     accounted_pages = s.free_pages + len(s.held) + len(s.cached)
     leaked_pages = s.pool_pages - accounted_pages
     if not (locked_pages or leaked_pages or s.live or s.open_promises):
-        return None
+        return pools.quiescent(e) if s.pools else None
     return Finding(
         s.live[0].rid if s.live else None,
         f"at rest {locked_pages} pages are locked, {leaked_pages} leaked, {len(s.live)} requests alive and "

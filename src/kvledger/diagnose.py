@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from kvledger.diagnose_future import FutureSearch, Searched
 from kvledger.diagnose_history import History, watch
-from kvledger.diagnose_promise import BrokenPromise, Spending, find_breach
+from kvledger.diagnose_pools import breach_of
+from kvledger.diagnose_promise import BrokenPromise, Spending
 from kvledger.invariants import INVARIANTS
 from kvledger.monitor import checked_replay
 from kvledger.node import PrefillNode
@@ -82,6 +83,7 @@ class Diagnosis:
                 "tokens": promise.tokens,
                 "round": promise.round,
                 **({"rank": promise.rank} if promise.rank else {}),
+                **({"pool": promise.pool} if promise.pool else {}),
             },
             "spent_by": [{"request": each.request, "how": each.how, "tokens": each.tokens} for each in self.spent_by],
             "point_of_no_return": point and {"round": point.round, "request": point.request},
@@ -105,11 +107,12 @@ def diagnosis_of(history: History) -> Diagnosis:
     outcome = history.outcome
     if outcome.verdict == "ok":
         return Diagnosis(history.rules, outcome)
-    breach = find_breach(history)
+    breach = breach_of(history)
     switched = "rules" not in getattr(history.target, "ignores", ())
     search = FutureSearch(history)
     unsearched = BESIDE_DECODE if breach is not None and history.decodes else None
-    point = _point_of_no_return(history, search) if breach is not None and unsearched is None else None
+    in_kv_pool = breach is not None and breach.promise.pool is None
+    point = _point_of_no_return(history, search) if in_kv_pool and unsearched is None else None
     return Diagnosis(
         rules=history.rules,
         outcome=outcome,
@@ -155,6 +158,8 @@ def _avoided_by(history: History) -> Change | None:
 
 def _changes(rules: AccountingRules, node: NodeSettings) -> Iterator[tuple[str, Any]]:
     """Each switch turned to its safe side, the fix first."""
+    if not rules.promise_pools:
+        yield "promise_pools", True
     if not rules.reserve_tail:
         yield "reserve_tail", True
     if not rules.decode_yields:

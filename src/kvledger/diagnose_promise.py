@@ -20,21 +20,22 @@ from kvledger.record import Decision, RoundRecord
 from kvledger.replay import Outcome
 from kvledger.settings import of_rank
 
-How = Literal["load-back", "lock", "chunk", "rounding", "forced", "decode", "hold", "leak"]
+How = Literal["load-back", "lock", "chunk", "rounding", "forced", "decode", "hold", "leak", "share"]
 
 
 @dataclass(frozen=True, slots=True)
 class BrokenPromise:
     """`tokens` that `request` was promised in `round`: "tail" after its cut there, its "chunk", or its "load-back".
 
-    `rank` is the pipeline rank that could not keep it.
+    `rank` is the pipeline rank that could not keep it. Of a second `pool`, its "share", in the pool's units.
     """
 
     request: str
-    kind: Literal["tail", "chunk", "load-back"]
+    kind: Literal["tail", "chunk", "load-back", "share"]
     tokens: int
     round: int
     rank: int = 0
+    pool: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,8 @@ class Spending:
 
     load-back, lock and chunk are an admission's three takes; "rounding" is the part of a chunk's last page that its
     charge left out; "forced" a chunk run although nothing remained; "decode" what running requests grew (of several:
-    without a name); "hold" and "leak" are no scheduler's takes.
+    without a name); "hold" and "leak" are no scheduler's takes. "share" is all that an admission takes of a second
+    pool, in its units.
     """
 
     request: str | None

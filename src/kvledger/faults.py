@@ -17,6 +17,7 @@ from typing import Literal, get_args
 
 from kvledger.adder import LOADING, Loading, PrefillAdder
 from kvledger.occupancy import Occupancy
+from kvledger.pools import SecondPool
 from kvledger.request import CachedPage, Request
 
 FaultKind = Literal["load-short", "load-late", "skip-insert", "stale-match", "evicted-match", "abort-decided"]
@@ -38,6 +39,7 @@ class ExposedMemory(Occupancy):
         self.paused = False
         self.loading: dict[str, tuple[Request, int]] = {}
         self.struck: list[tuple[FaultKind, str]] = []
+        self.pools: Sequence[SecondPool] = ()
         self._armed: dict[tuple[FaultKind, str], list[int]] = {}
 
     # --- what arrives from outside
@@ -105,6 +107,8 @@ class ExposedMemory(Occupancy):
     def _came_short(self, request: Request, pages: int) -> int:
         """So many of its host pages came: it keeps locked what it can use of them and of its device hit. Tokens of the
         host hit that it can use; 0 too where even its device hit is of less use than it was."""
+        for pool in self.pools:
+            pool.unlock(request)
         came = request.host_hit[:pages]
         if came:
             self.tree.load_back(came)
@@ -114,6 +118,8 @@ class ExposedMemory(Occupancy):
         usable_pages = max(0, len(usable) - len(request.device_hit))
         request.device_hit, request.host_hit = usable, []
         request.prefix_tokens, request.host_hit_tokens = len(usable) * self.page_size, 0
+        for pool in self.pools:
+            pool.lock(request)
         return usable_pages * self.page_size
 
     def _usable(self, found: Sequence[CachedPage]) -> Sequence[CachedPage]:

@@ -193,6 +193,7 @@ class InvariantMonitor(Monitor):
                 e.asked[rid] = prompt
                 e.outputs[rid] = output
                 fits = e.settings.fits_empty_pool(prompt.tokens, output)
+                fits = fits and e.settings.misfit_in_pools(prompt.tokens) is None
                 if fits and e.settings.some_batch_holds(prompt.tokens, e.rules):
                     e.unserved.add(rid)
             case Finish(request=rid) if any(r.rid == rid and r.decoding for r in e.after.live):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from kvledger.adder import AddReqResult, Chunk, PrefillAdder
@@ -16,9 +15,11 @@ from kvledger.arithmetic import ceil_pages, floor_tokens
 from kvledger.faults import ExposedMemory
 from kvledger.policy import continuation_limit, ordered, prefill_work
 from kvledger.pool import OutOfPages, PrefillOutOfMemory
+from kvledger.pools import longest_hit, mover_of
 from kvledger.record import Decision, DecisionKind, RoundRecord, Snapshot
 from kvledger.request import USUAL_OUTPUT, CachedPage, Output, Prompt, Request, RequestState
 from kvledger.rules import AccountingRules
+from kvledger.second_pools import open_pools, opened_books
 from kvledger.settings import FIRST_TOKEN, NodeSettings
 from kvledger.slots import StateSlots
 from kvledger.views import decision_of, device_page, failure_of, ledger_facts, snapshot_of
@@ -46,7 +47,7 @@ class PrefillNode(ExposedMemory):
     """
 
     capabilities = frozenset({"batches", "counts", "grid", "decisions", "offsets", "pages", "decode", "one-cut"})
-    features = frozenset({"lpm", "shortest-prefill-first", "priority", "faults"})
+    features = frozenset({"lpm", "shortest-prefill-first", "priority", "faults", "pools"})
     modes: ClassVar[dict[str, type[PrefillNode]]] = {}
 
     def __new__(cls, settings: NodeSettings, *_arguments: Any, **_named: Any) -> PrefillNode:
@@ -68,7 +69,8 @@ class PrefillNode(ExposedMemory):
         self._candidates: Iterable[Request] = ()
         self._unsettled: PrefillAdder | None = None
         self.slots = self._open_slots()
-        self.tree.mover = self.slots
+        self.pools = open_pools(settings, rules, self)
+        self.tree.mover = mover_of(self.pools)
 
     # --- what arrives from outside
 
@@ -84,6 +86,9 @@ class PrefillNode(ExposedMemory):
                 f"prompt {prompt.tokens} + {what} {new_tokens} + page {pages_tokens} = {need} tokens is not "
                 f"below the empty pool's {pool_tokens}"
             )
+        misfit = self.settings.misfit_in_pools(prompt.tokens) if self.pools else None
+        if misfit is not None:
+            return misfit
         self._arrivals += 1
         self.waiting[rid] = Request(
             rid,
@@ -107,13 +112,13 @@ class PrefillNode(ExposedMemory):
 
     def cache_on_device(self, prompt: Prompt, *, locked: bool) -> None:
         super().cache_on_device(prompt, locked=locked)
-        if self.slots is not None:
-            self.slots.cover(self.tree.match(prompt.page_keys(self.page_size)))
+        for pool in self.pools:
+            pool.cover(self.tree.match(prompt.page_keys(self.page_size)))
 
     def cache_on_host(self, prompt: Prompt) -> None:
         super().cache_on_host(prompt)
-        if self.slots is not None:
-            self.slots.cover_on_host(self.tree.match(prompt.page_keys(self.page_size)))
+        for pool in self.pools:
+            pool.cover_on_host(self.tree.match(prompt.page_keys(self.page_size)))
 
     # --- one round
 
@@ -122,6 +127,7 @@ class PrefillNode(ExposedMemory):
         self._begin_round()
         counters = self._counters()
         adder = self._unsettled = self._open_books()
+        adder.pools = opened_books(self.pools)
         if self.paused:
             return self._record(ledger_facts(adder), counters)
         decisions: list[Decision] = []
@@ -201,7 +207,13 @@ class PrefillNode(ExposedMemory):
         """The books of the state slots; None where they have no limit and nobody keeps states."""
         if self.settings.state_slots is None:
             return None
-        return StateSlots(self.settings.state_slots, self.page_size, self.grid_tokens)
+        return StateSlots(
+            self.settings.state_slots,
+            self.page_size,
+            self.grid_tokens,
+            tracking=self.settings.tracking_slots,
+            copy_on_write=self.settings.copy_on_write,
+        )
 
     def _queue(self) -> Iterable[Request]:
         """The waiting requests in the order of the schedule policy."""
@@ -291,25 +303,23 @@ class PrefillNode(ExposedMemory):
             self._match_again(request)
         hit_pages, newly_locked_pages = len(request.device_hit), self._newly_locked_pages(request)
         batch_before, loading_before = len(adder.can_run_list), len(adder.loading)
-        if self.slots is not None and not self.slots.has_room():
-            return self._refuse_without_slot(adder, decisions, request)
         try:
             state = adder.add_one_req(request)
             refused = state is AddReqResult.NO_TOKEN and len(adder.can_run_list) == batch_before
-            if refused and self._make_way(adder, request):
+            if refused and adder.short_of is None and self._make_way(adder, request):
                 hit_pages, newly_locked_pages = len(request.device_hit), self._newly_locked_pages(request)
                 state = adder.add_one_req(request)
+            joined, late = len(adder.can_run_list) > batch_before, len(adder.loading) > loading_before
+            # where a load fell short less of the device hit may be of use; what it gave up are the last of its pages
+            newly_locked_pages = max(0, newly_locked_pages - max(0, hit_pages - len(request.device_hit)))
+            loads = request.host_hit_tokens if late else 0
+            if joined or late:
+                self._take_hit(request)
         except OutOfPages as error:
+            wanted = request.host_hit_tokens if error.pool is None else error.wanted_tokens
             raise PrefillOutOfMemory(
-                request.rid, request.host_hit_tokens, error.free_tokens, error.evictable_tokens
+                request.rid, wanted, error.free_tokens, error.evictable_tokens, error.pool
             ) from error
-        joined = len(adder.can_run_list) > batch_before
-        late = len(adder.loading) > loading_before
-        # where a load fell short less of the device hit may be of use, and what it gave up are the last of its pages
-        newly_locked_pages = max(0, newly_locked_pages - max(0, hit_pages - len(request.device_hit)))
-        loads = request.host_hit_tokens if late else 0
-        if joined or late:
-            self._take_hit(request)
         kind: DecisionKind = adder.can_run_list[-1].kind if joined else "loading" if late else "refused"
         decision = decision_of(
             adder,
@@ -327,14 +337,6 @@ class PrefillNode(ExposedMemory):
         """By how many pages the lock on its device hit will lower the baseline."""
         return sum(1 for cached in request.device_hit if not cached.lock_refs)
 
-    def _refuse_without_slot(
-        self, adder: PrefillAdder, decisions: list[Decision], request: Request
-    ) -> tuple[AddReqResult, bool]:
-        """No state slot can be had for it: memory is short, of the other kind."""
-        state = AddReqResult.NO_TOKEN
-        self._decided(decisions, replace(decision_of(adder, request, "refused", reason=state), no_slot=True))
-        return state, False
-
     def _match(self, request: Request) -> None:
         """The usable hit: full pages without the last token, device first."""
         keys = request.prompt.page_keys(self.page_size)[: (request.prompt_tokens - 1) // self.page_size]
@@ -350,10 +352,9 @@ class PrefillNode(ExposedMemory):
         self._match(request)
 
     def _usable(self, found: Sequence[CachedPage]) -> Sequence[CachedPage]:
-        """Down to the grid, where state is saved."""
-        if self.slots is not None:
-            return self.slots.usable(found)
-        return found[: floor_tokens(len(found) * self.page_size, self.grid_tokens) // self.page_size]
+        """Down to the grid, where state is saved, and to where every second pool has its part."""
+        usable = found[: floor_tokens(len(found) * self.page_size, self.grid_tokens) // self.page_size]
+        return longest_hit(usable, max(1, self.grid_tokens // self.page_size), self.pools) if self.pools else usable
 
     def _take_hit(self, request: Request) -> None:
         """An admitted request owns its hit: locked, used just now, first in its page table."""
@@ -365,8 +366,8 @@ class PrefillNode(ExposedMemory):
         request.device_hit, request.host_hit = [], []
         request.state = RequestState.ADMITTED
         self.live[request.rid] = request
-        if self.slots is not None:
-            self.slots.take_live(request.rid, request.locked)
+        for pool in self.pools:
+            pool.admit(request)
 
     def _allocate_batch(self, adder: PrefillAdder) -> PrefillOutOfMemory | None:
         """Step 8, in batch order. Stops at the first chunk that finds too few slots."""
@@ -375,7 +376,8 @@ class PrefillNode(ExposedMemory):
             try:
                 self._allocate(request, chunk)
             except OutOfPages as error:
-                return PrefillOutOfMemory(request.rid, chunk.tokens, error.free_tokens, error.evictable_tokens)
+                wanted = chunk.tokens if error.pool is None else error.wanted_tokens
+                return PrefillOutOfMemory(request.rid, wanted, error.free_tokens, error.evictable_tokens, error.pool)
             adder.memory.settle(request.rid)
         return None
 
@@ -383,6 +385,8 @@ class PrefillNode(ExposedMemory):
         """Pages from ceil(start) to ceil(end): a chunk that starts inside a page goes on in it."""
         pages = ceil_pages(chunk.end, self.page_size) - ceil_pages(chunk.start, self.page_size)
         request.pages.extend(self.tree.allocate(pages))
+        for pool in self.pools:
+            pool.allocate(request, chunk)
 
     def _run_batch(self, adder: PrefillAdder) -> None:
         """Step 9: every chunk's full pages become cached; a finished prompt is in flight."""
@@ -396,8 +400,8 @@ class PrefillNode(ExposedMemory):
                 keeps_states.reserve(request.rid, chunk.start, chunk.end)
             if keeps:
                 self._cache_full_pages(request)
-            if keeps_states is not None:
-                keeps_states.attach(request.rid, request.locked)
+            for pool in self.pools:
+                pool.cached(request)
             if chunk.end == request.prompt_tokens:
                 self._prompt_done(request)
 
@@ -417,8 +421,8 @@ class PrefillNode(ExposedMemory):
         """The request's lock goes, its cached pages become evictable, its partly filled last page is freed."""
         self.tree.unlock(request.locked)
         self.pool.free(request.pages[request.shared_pages :])
-        if self.slots is not None:
-            self.slots.end(request.rid)
+        for pool in self.pools:
+            pool.end(request.rid)
         request.state = RequestState.ENDED
         self.loading.pop(request.rid, None)
         del self.live[request.rid]
@@ -444,4 +448,5 @@ class PrefillNode(ExposedMemory):
         self.watcher.after_decision(decision)
 
     def snapshot(self) -> Snapshot:
-        return snapshot_of(self, self.live.values(), self.waiting, self._unsettled)
+        pools = tuple(pool.view() for pool in self.pools if pool.limited)
+        return snapshot_of(self, self.live.values(), self.waiting, self._unsettled, pools)

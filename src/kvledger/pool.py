@@ -6,15 +6,21 @@ from collections.abc import Iterable
 
 
 class OutOfPages(Exception):
-    """Not enough free and evictable slots; all figures in tokens."""
+    """Not enough free and evictable slots; all figures in tokens, or in the units of a second `pool` that is short."""
 
-    def __init__(self, wanted_tokens: int, free_tokens: int, evictable_tokens: int) -> None:
+    def __init__(self, wanted_tokens: int, free_tokens: int, evictable_tokens: int, pool: str | None = None) -> None:
         super().__init__(wanted_tokens, free_tokens, evictable_tokens)
         self.wanted_tokens = wanted_tokens
         self.free_tokens = free_tokens
         self.evictable_tokens = evictable_tokens
+        self.pool = pool
 
     def __str__(self) -> str:
+        if self.pool is not None:
+            return (
+                f"out of {self.pool}: {self.wanted_tokens} wanted, {self.free_tokens} free + "
+                f"{self.evictable_tokens} evictable"
+            )
         return (
             f"out of KV slots: {self.wanted_tokens} tokens wanted, "
             f"{self.free_tokens} free + {self.evictable_tokens} evictable"
@@ -24,11 +30,19 @@ class OutOfPages(Exception):
 class PrefillOutOfMemory(OutOfPages):
     """An admitted request's chunk found no slots: in a real node the process ends here."""
 
-    def __init__(self, request: str, wanted_tokens: int, free_tokens: int, evictable_tokens: int) -> None:
-        super().__init__(wanted_tokens, free_tokens, evictable_tokens)
+    def __init__(
+        self, request: str, wanted_tokens: int, free_tokens: int, evictable_tokens: int, pool: str | None = None
+    ) -> None:
+        super().__init__(wanted_tokens, free_tokens, evictable_tokens, pool)
         self.request = request
 
     def __str__(self) -> str:
+        if self.pool is not None:
+            return (
+                f"Prefill out of memory: {self.request} tries to allocate {self.wanted_tokens} of {self.pool}, "
+                f"available {self.free_tokens + self.evictable_tokens} (free {self.free_tokens} + evictable "
+                f"{self.evictable_tokens})"
+            )
         return (
             f"Prefill out of memory: {self.request} tries to allocate {self.wanted_tokens} tokens, available "
             f"{self.free_tokens + self.evictable_tokens} (free {self.free_tokens} + evictable {self.evictable_tokens})"

@@ -91,6 +91,7 @@ class PrefixTree:
         self.host_limit_pages = host_pages
         self.mover: PageMover | None = None
         self.loader: Callable[[Request], int | Loading | None] | None = None
+        self.room_maker: Callable[[int], None] | None = None
         self.disable = False
         self.root = CachedPage(None, None, 0)
         self.evictable_pages = 0
@@ -189,10 +190,13 @@ class PrefixTree:
         if shortage_pages > self.evictable_pages:
             raise OutOfPages(pages * self.page_size, self.pool.available_size(), self.evictable_size())
         for _ in range(shortage_pages):
-            self._evict_one()
+            self.evict_one()
+        if self.room_maker is not None:
+            self.room_maker(pages)  # free pages are not all: what they are cut from must have room too
         return self.pool.alloc(pages)
 
-    def _evict_one(self) -> None:
+    def evict_one(self) -> None:
+        """The least recently used unlocked leaf leaves the device; there must be one."""
         victim = self._device_leaves.pop()
         assert victim is not None, f"{self.evictable_pages} pages count as evictable, but no leaf is"
         self._evict(victim)

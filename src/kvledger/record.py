@@ -12,6 +12,17 @@ from typing import Literal
 from kvledger.adder import AddReqResult
 from kvledger.ledger import Promise
 
+POOL_UNITS = {"state_slots": "slot", "window_pool": "page", "shared_bytes": "byte"}
+"""What each second pool counts in."""
+
+
+def amount(units: int, pool: str | None) -> str:
+    """So much of a pool, in words: tokens of the KV pool, or a second pool's own units."""
+    if pool is None:
+        return f"{units} token{'' if units == 1 else 's'}"
+    return f"{units} {POOL_UNITS.get(pool, 'unit')}{'' if units == 1 else 's'} of {pool}"
+
+
 DecisionKind = Literal["whole", "truncated", "resumed", "deferred", "loading", "refused"]
 
 
@@ -20,8 +31,8 @@ class Decision:
     """One answer of the adder, with the ledger's figures right after it.
 
     [start, end) is the chunk (empty for a refusal); `prefix_tokens` the device hit, of which `newly_locked_tokens`
-    were evictable until this request's lock; `load_back` what was copied up from the host at once. `no_slot`: it is a
-    state slot that the refused one lacks, not tokens. `output_tokens`: what the gate counts on of its output.
+    were evictable until this request's lock; `load_back` what was copied up from the host at once. `short_of` names
+    the second pool that refused, where it was not the KV pool. `output_tokens`: what the gate counts on of its output.
     `chunk_limit`: what the half-done one may compute at most, because the rest of the budget is kept for shorter ones.
     `rank_hits`: (`prefix_tokens`, `newly_locked_tokens`) on each replaying rank, where the gate asked them too.
     "loading" is admitted and runs when its load is there: with a `load_back` in the round that admits it, without one
@@ -38,7 +49,7 @@ class Decision:
     newly_locked_tokens: int = 0
     reason: AddReqResult | None = None
     forced: bool = False
-    no_slot: bool = False
+    short_of: str | None = None
     faults: tuple[str, ...] = ()
     output_tokens: int = 1
     chunk_limit: int | None = None
@@ -78,7 +89,8 @@ class AllocationFailure:
     """An admitted request's allocation that found too little: `wanted` tokens against `free` and `evictable`.
 
     Not `known`: the target cannot tell whose it was; `request` then says in words who comes into question. `rank` is
-    the pipeline rank whose pool it was.
+    the pipeline rank whose pool it was. `pool` names a second pool, if it is that which had too little; the figures are
+    then in its units.
     """
 
     request: str
@@ -88,6 +100,7 @@ class AllocationFailure:
     message: str
     known: bool = True
     rank: int = 0
+    pool: str | None = None
 
     @property
     def named(self) -> str | None:
@@ -210,13 +223,52 @@ class PageView:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolView:
+    """A second pool, unit by unit. `owned`: units that a request has to itself. `attached`: (unit, device page, uses),
+    where `uses` counts the live requests that need it; without any it can be given up. `used`: attached units that a
+    request needs right now. `promised`: requests with a promise of the last round that no allocation has settled.
+
+    A pool that others are cut from has no units of its own: `weights` says what a unit of each of them costs, where
+    the KV pool is called "".
+    """
+
+    name: str
+    unit: str
+    capacity: int
+    released: tuple[int, ...] = ()
+    never_used: range = range(0)
+    owned: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    attached: tuple[tuple[int, int, int], ...] = ()
+    used: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    promised: tuple[str, ...] = ()
+    weights: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def free_units(self) -> int:
+        return len(self.released) + len(self.never_used)
+
+    @property
+    def evictable_units(self) -> int:
+        return sum(1 for _, _, uses in self.attached if uses == 0)
+
+    @property
+    def baseline_units(self) -> int:
+        """Free, and attached to cached pages without being needed, counted unit by unit."""
+        return self.free_units + self.evictable_units
+
+    @property
+    def taken_units(self) -> int:
+        return self.capacity - self.free_units
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """Every page of the pool by identity, and every live request. `never_used` pages are free too.
 
     Of the host tier it has a count and, through `clock`, whether any page of either tier was used: a host may be a
     hundred times the pool. `open_promises` were due in the last round and were not settled by an allocation. `ranks`
-    are the same of each pipeline rank that replays. Only pins, which
-    somebody will take away again, protect the `written_back` pages.
+    are the same of each pipeline rank that replays. Only pins, which somebody will take away again, protect the
+    `written_back` pages. `pools` are the second ones, where there are any.
     """
 
     page_size: int
@@ -232,6 +284,7 @@ class Snapshot:
     open_promises: tuple[Promise, ...] = field(default=())
     ranks: tuple[Snapshot, ...] = ()
     written_back: tuple[int, ...] = ()
+    pools: tuple[PoolView, ...] = ()
 
     def pages(self) -> tuple[PageView, ...]:
         """The cached pages as named fields; the search reads the bare tuples, which are much cheaper to make."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -54,10 +55,10 @@ class Target(Protocol):
 
     An attribute `features`, where there is one, names what it models beyond plain prefill: `unified` (decode beside
     prefill: `submit` takes an Output as well, and there are `run_decode` and `finish`), `mixed_chunk`, schedule
-    policies, `faults` (see FaultyTarget), and `ranks` (a pipeline: `transferred`, `abort`, `cache_on_...`, `hold` and
-    `release` take the keyword `ranks`, numbers in order, where they do not reach all of them). A trace that asks for
-    more is bad input. `foreign`, if true, says that the code behind it is somebody else's: what it raises is a finding
-    (`never-raises`), not a fault of ours.
+    policies, `pools` (second pools other than plain state slots), `faults` (see FaultyTarget), and `ranks` (a pipeline:
+    `transferred`, `abort`, `cache_on_...`, `hold` and `release` take the keyword `ranks`, numbers in order, where they
+    do not reach all of them). A trace that asks for more is bad input. `foreign`, if true, says that the code behind it
+    is somebody else's: what it raises is a finding (`never-raises`), not a fault of ours.
 
     `ignores`, where there is one, names what it does nothing with, which is then neither drawn nor blamed: `rules` (no
     switch of them reaches it), `cached` (prefixes of others), `held` (slots of outsiders).
@@ -237,6 +238,7 @@ def _violation(kind: str, round_number: int, facts: AllocationFailure | Stuck) -
         "free": facts.free,
         "evictable": facts.evictable,
         "message": facts.message,
+        **({"pool": facts.pool} if isinstance(facts, AllocationFailure) and facts.pool else {}),
     }
 
 
@@ -265,7 +267,10 @@ def round_document(record: RoundRecord) -> dict[str, Any]:
             {"request": d.request, "kind": d.kind, "start": d.start, "end": d.end, "load_back": d.load_back}
             for d in record.joined
         ],
-        "refused": [{"request": d.request, "reason": str(d.reason)} for d in record.refused],
+        "refused": [
+            {"request": d.request, "reason": str(d.reason), **({"pool": d.short_of} if d.short_of else {})}
+            for d in record.refused
+        ],
         "promises": [
             {"request": p.request, "kind": p.kind, "tokens": p.tokens, "due": str(p.due)} for p in record.promises
         ],
@@ -326,11 +331,15 @@ def _check_modelled(settings: NodeSettings, target: Target) -> None:
         "schedule_policy": settings.schedule_policy if settings.schedule_policy != "fcfs" else None,
         "mixed_chunk": "mixed_chunk" if settings.mixed_chunk else None,
         "ranks": "ranks" if settings.ranks else None,
+        "tracking_slots": "pools" if settings.tracking_slots else None,
+        "copy_on_write": "pools" if settings.copy_on_write else None,
+        "window_tokens": "pools" if settings.window_tokens is not None else None,
+        "shared_bytes": "pools" if settings.shared_bytes is not None else None,
     }
-    values = {"mixed_chunk": "true", "ranks": f"a pipeline of {len(settings.ranks) + 1}"}
+    values = {"ranks": f"a pipeline of {len(settings.ranks) + 1}"}
     for key, feature in asked.items():
         if feature is not None and feature not in features:
-            value = values.get(key, f'"{feature}"')
+            value = values.get(key, json.dumps(getattr(settings, key), default=str))
             raise UnmodelledError(f"node.{key}", f"{value} is not modelled by this target")
 
 

@@ -29,6 +29,8 @@ class AccountingRules:
         which all agree, or its "own" alone.
     replay_gate: what a replaying rank does with the plan: "follow" it, "check" it against books of its own, or
         "reserve" tails in those too.
+    promise_pools: what is admitted is promised in the second pools too until it is taken; without it a gate looks at
+        what each of them can give right now.
     """
 
     checkpoint_align: int | Literal["node", "page_size"] = "node"
@@ -41,6 +43,7 @@ class AccountingRules:
     decode_yields: bool = True
     rank_view: Literal["least", "own"] = "least"
     replay_gate: Literal["follow", "check", "reserve"] = "follow"
+    promise_pools: bool = True
 
     @property
     def tail_first(self) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from kvledger.arithmetic import ceil_tokens, floor_tokens
+from kvledger.arithmetic import ceil_pages, ceil_tokens, floor_tokens, pages_of_window
 from kvledger.decode import promised_output
 from kvledger.policy import SchedulePolicy
 from kvledger.request import USUAL_OUTPUT, Output
@@ -39,6 +39,11 @@ class NodeSettings:
     never does). `new_token_ratio_percent`: the part of what is left of an output that is reserved at first.
     `prefix_cache`: whether computed prompts are kept for others. `ranks` are the pipeline ranks after the first, which
     is the node itself: they replay what it decides.
+
+    Second pools, beside `state_slots`: each live request has `tracking_slots` state slots beside its own, and with
+    `copy_on_write` a hit's checkpoint stays while its state is copied. `window_tokens`: a sliding window, whose pages
+    come from a pool of `window_pool_tokens`. `shared_bytes` are what the KV pool, at `page_bytes` a page, and the state
+    slots or window pages, at `state_slot_bytes` or `window_page_bytes`, are cut from.
     """
 
     page_size: int
@@ -57,6 +62,14 @@ class NodeSettings:
     new_token_ratio_percent: int = USUAL_RATIO_PERCENT
     prefix_cache: bool = True
     ranks: tuple[RankSettings, ...] = ()
+    tracking_slots: int = 0
+    copy_on_write: bool = False
+    window_tokens: int | None = None
+    window_pool_tokens: int | None = None
+    shared_bytes: int | None = None
+    page_bytes: int | None = None
+    state_slot_bytes: int | None = None
+    window_page_bytes: int | None = None
 
     @property
     def pool_pages(self) -> int:
@@ -102,6 +115,7 @@ class NodeSettings:
     def sound_presets(self) -> frozenset[str]:
         """Presets under which nothing may break on such a node."""
         in_turn = self.mode == "prefill" and self.schedule_policy != "shortest-prefill-first" and not self.ranks
+        in_turn = in_turn and self.window_tokens is None  # a window cuts a chunk before its budget is used up
         return SOUND_PRESETS if in_turn else SOUND_BESIDE_DECODE
 
     @property
@@ -109,6 +123,48 @@ class NodeSettings:
         """A pipeline stage's share of the request slots; at least one."""
         limit = self.max_running_requests
         return None if limit is None else max(1, limit // self.pp_size)
+
+    @property
+    def window_pool_pages(self) -> int:
+        """Whole pages in the window pool, rounded down; 0 where there is none."""
+        return (self.window_pool_tokens or 0) // self.page_size
+
+    @property
+    def window_pages(self) -> int:
+        """The most pages that a sliding window reaches into."""
+        return 0 if self.window_tokens is None else pages_of_window(self.window_tokens, self.page_size)
+
+    @property
+    def slots_of_one(self) -> int:
+        """State slots that a request's admission asks for, and what it must leave alone, at most."""
+        return 1 + self.tracking_slots + (1 if self.copy_on_write else 0)
+
+    def misfit_in_pools(self, prompt_tokens: int) -> str | None:
+        """Why an empty second pool could never hold such a request, in words, or None."""
+        pages = ceil_pages(prompt_tokens, self.page_size)
+        if self.window_tokens is not None and self.chunked_prefill_size is None and pages > self.window_pool_pages:
+            return (
+                f"prompt {prompt_tokens} takes {pages} pages in one piece, more than the {self.window_pool_pages} of "
+                "window_pool"
+            )
+        if self.shared_bytes is None:
+            return None
+        need = self._bytes_of_one(prompt_tokens)
+        return (
+            None
+            if need <= self.shared_bytes
+            else (f"prompt {prompt_tokens} takes up to {need} bytes, more than the {self.shared_bytes} of shared_bytes")
+        )
+
+    def _bytes_of_one(self, prompt_tokens: int) -> int:
+        """The most that one request can keep to itself, the checkpoints on its own hit counted in."""
+        pages = ceil_pages(prompt_tokens, self.page_size)
+        need = pages * (self.page_bytes or 0)
+        if self.state_slot_bytes is not None:
+            need += (prompt_tokens // self.page_size + self.slots_of_one) * self.state_slot_bytes
+        if self.window_page_bytes is not None:
+            need += min(pages, self.window_pool_pages) * self.window_page_bytes
+        return need
 
     @property
     def host_pages(self) -> int | None:

@@ -32,6 +32,7 @@ from kvledger.events import (
     Unpin,
 )
 from kvledger.faults import FAULT_KINDS
+from kvledger.pool_settings import misfit_of_pools
 from kvledger.request import USUAL_OUTPUT, Prompt
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.settings import NodeSettings, RankSettings
@@ -44,6 +45,7 @@ PLAIN_PREFILL: dict[str, Any] = {
     in (
         *("mode", "schedule_policy", "mixed_chunk", "max_running_requests", "pp_size"),
         *("preemption_threshold", "new_token_ratio_percent", "prefix_cache", "ranks"),
+        *("tracking_slots", "copy_on_write"),
     )
 }
 """What a node does beyond the simple case, switched off."""
@@ -53,6 +55,12 @@ LIMITS = tuple(
     name for name in NODE_SIZES if name not in ("page_size", "checkpoint_align", "pool_tokens", "host_tokens")
 )
 """Settings of which None means: no limit."""
+SECOND_POOLS: tuple[dict[str, Any], ...] = (
+    dict.fromkeys(("shared_bytes", "page_bytes", "state_slot_bytes", "window_page_bytes")),
+    {"state_slots": None, "tracking_slots": 0, "copy_on_write": False, "state_slot_bytes": None},
+    dict.fromkeys(("window_tokens", "window_pool_tokens", "window_page_bytes")),
+)
+"""Second pools, each of them gone with all that says something of it."""
 RANK_SIZES = tuple(setting.name for setting in fields(RankSettings))
 RULE_SIZES = ("checkpoint_align", "truncation_align", "continuation_limit", "chunk_grid")
 FEW = 12
@@ -228,7 +236,8 @@ def with_sizes(trace: Trace, sizes: Sizes) -> Trace | None:
     if any(isinstance(event, Release) for event in events) and repaired(events) != events:
         return None
     settings: dict[str, Any] = {name: node.get(name, getattr(trace.node, name)) for name in NODE_SIZES}
-    return Trace(replace(trace.node, ranks=ranks, **settings), rules, events)
+    resized = replace(trace.node, ranks=ranks, **settings)
+    return None if misfit_of_pools(resized) is not None else Trace(resized, rules, events)
 
 
 def _rank_resized(rank: RankSettings, rest: Iterator[int]) -> RankSettings:
@@ -446,14 +455,17 @@ def simpler_prompts(trace: Trace) -> Iterator[Trace]:
 def fewer_limits(trace: Trace) -> Iterator[Trace]:
     """Plain prefill; no limits at all and no host tier; then one limit less, another host tier, a grid of one page."""
     node = trace.node
-    none: dict[str, Any] = dict.fromkeys(LIMITS)
+    none: dict[str, Any] = {**dict.fromkeys(LIMITS), "tracking_slots": 0, "copy_on_write": False}
     changes: list[dict[str, Any]] = [{**none, "host_tokens": 0}, *({name: None} for name in LIMITS)]
     changes += [{"host_tokens": 0}, {"host_tokens": None}, {"checkpoint_align": node.page_size}]
+    changes += SECOND_POOLS
     if replace(node, **PLAIN_PREFILL) != node:
         yield _plain_prefill(trace)
         changes += [{name: plain} for name, plain in PLAIN_PREFILL.items() if name != "mode"]
     for change in changes:
-        yield replace(_reaching_all(trace) if "ranks" in change else trace, node=replace(node, **change))
+        simpler = replace(node, **change)
+        if misfit_of_pools(simpler) is None:
+            yield replace(_reaching_all(trace) if "ranks" in change else trace, node=simpler)
 
 
 def simpler_ranks(trace: Trace) -> Iterator[Trace]:

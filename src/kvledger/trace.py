@@ -38,6 +38,7 @@ from kvledger.events import (
     Unpin,
 )
 from kvledger.faults import FAULT_AMOUNTS
+from kvledger.pool_settings import misfit_of_pools
 from kvledger.request import Output, Prompt
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.saving import write_whole
@@ -230,6 +231,9 @@ def _check_node(node: NodeSettings) -> None:
         raise _MisfitError("a prefill node decodes nothing that could join a chunk", "node", "mixed_chunk")
     _check_decode(node)
     _check_ranks(node)
+    misfit = misfit_of_pools(node)
+    if misfit is not None:
+        raise _MisfitError(misfit.message, "node", misfit.key)
 
 
 def _check_decode(node: NodeSettings) -> None:

@@ -10,7 +10,7 @@ from kvledger.adder import AddReqResult, PrefillAdder
 from kvledger.ledger import Due, Promise
 from kvledger.occupancy import Occupancy
 from kvledger.pool import PrefillOutOfMemory
-from kvledger.record import AllocationFailure, Decision, DecisionKind, LiveRequest, Snapshot
+from kvledger.record import AllocationFailure, Decision, DecisionKind, LiveRequest, PoolView, Snapshot
 from kvledger.request import CachedPage, Request, RequestState
 
 
@@ -39,6 +39,7 @@ def decision_of(
         newly_locked_tokens=newly_locked_tokens,
         reason=reason,
         forced=adder.forced and kind == "resumed",
+        short_of=adder.short_of if kind == "refused" else None,
         chunk_limit=adder.chunked_req_limit if kind in ("resumed", "deferred") else None,
         faults=faults,
         output_tokens=adder.output_tokens(request),
@@ -81,7 +82,11 @@ def in_whole_tokens(promises: Iterable[Promise]) -> tuple[Promise, ...]:
 
 
 def snapshot_of(
-    memory: Occupancy, live: Iterable[Request], waiting: Iterable[str], adder: PrefillAdder | None
+    memory: Occupancy,
+    live: Iterable[Request],
+    waiting: Iterable[str],
+    adder: PrefillAdder | None,
+    pools: tuple[PoolView, ...] = (),
 ) -> Snapshot:
     """Every page and every live request; `adder` is the last round's, for promises that nothing settled."""
     # a running request's token is due in each round anew: no allocation has to settle it
@@ -101,6 +106,7 @@ def snapshot_of(
         clock=memory.tree.clock,
         written_back=memory.written_back(),
         open_promises=in_whole_tokens(promise for promise in promises if promise.due is Due.NOW),
+        pools=pools,
     )
 
 
@@ -112,7 +118,8 @@ def device_page(cached: CachedPage) -> int:
 
 def failure_of(error: PrefillOutOfMemory) -> AllocationFailure:
     """A failed allocation as a value."""
-    return AllocationFailure(error.request, error.wanted_tokens, error.free_tokens, error.evictable_tokens, str(error))
+    figures = (error.wanted_tokens, error.free_tokens, error.evictable_tokens)
+    return AllocationFailure(error.request, *figures, str(error), pool=error.pool)
 
 
 def _live_view(request: Request) -> LiveRequest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from kvledger.adder import PrefillAdder
@@ -13,11 +14,13 @@ from kvledger.ledger import MemoryLedger
 from kvledger.node import PrefillNode, Watcher
 from kvledger.pipeline import LeastMemory, PipelineNode
 from kvledger.pool import PagePool
+from kvledger.pools import SecondPool
 from kvledger.radix import PrefixTree
 from kvledger.replay import TargetFactory
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.settings import FIRST_TOKEN, NodeSettings
 from kvledger.testing.moves import NODE_SPACE, Space
+from kvledger.testing.pools_moves import POOLS_SPACE
 from kvledger.testing.rank_moves import RANK_SPACE
 from kvledger.testing.unified_moves import UNIFIED_SPACE
 from kvledger.unified import UnifiedNode
@@ -114,10 +117,21 @@ def mutant(*killers: str, **traits: Any) -> Callable[[Part], Part]:
             traits.setdefault("space", UNIFIED_SPACE)
         if issubclass(part, (PipelineNode, ReplayingRank, LeastMemory)):
             traits.setdefault("space", RANK_SPACE)
+        if issubclass(part, SecondPool):
+            traits.setdefault("space", POOLS_SPACE)
         MUTANTS[name] = Mutant(name=name, wrong=wrong, killers=frozenset(killers), build=node_of(part), **traits)
         return part
 
     return register
+
+
+def _with_pool(part: type, settings: NodeSettings, rules: AccountingRules, watcher: Watcher) -> PrefillNode:
+    """The node whose second pool of this kind is the changed one."""
+    node = PrefillNode(settings, rules, watcher)
+    for pool in node.pools:
+        if isinstance(pool, part.__bases__):
+            pool.__class__ = part
+    return node
 
 
 def node_of(part: type) -> TargetFactory:
@@ -130,5 +144,7 @@ def node_of(part: type) -> TargetFactory:
         return part
     if issubclass(part, UnifiedAdder):
         return type(f"NodeWith{part.__name__}", (UnifiedNode,), {"adder_type": part})
+    if issubclass(part, SecondPool):
+        return partial(_with_pool, part)
     attribute = next(attribute for kind, attribute in PARTS if issubclass(part, kind))
     return type(f"NodeWith{part.__name__}", (AssembledNode,), {attribute: part})

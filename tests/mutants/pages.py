@@ -142,13 +142,13 @@ class UnlockDropsEveryLock(PrefixTree):
 class LockedPageEvicted(PrefixTree):
     """Eviction takes the least recently used leaf, locked or not."""
 
-    def _evict_one(self) -> None:
+    def evict_one(self) -> None:
         leaves = [cached for cached in self.cached_pages() if cached.page is not None and not cached.device_children]
         oldest = min(leaves, key=lambda cached: (cached.last_used, cached.serial))
         lock_refs, oldest.lock_refs = oldest.lock_refs, 0
         self._device_leaves = LeafQueue(lambda cached: cached is oldest)
         self._device_leaves.offer(oldest)
-        super()._evict_one()
+        super().evict_one()
         oldest.lock_refs = lock_refs
 
 
@@ -156,9 +156,9 @@ class LockedPageEvicted(PrefixTree):
 class EvictedPageKeepsNumber(PrefixTree):
     """The host copy of an evicted page goes on naming the device page, which is somebody else's by now."""
 
-    def _evict_one(self) -> None:
+    def evict_one(self) -> None:
         on_device = [(cached, cached.page) for cached in self.device_pages()]
-        super()._evict_one()
+        super().evict_one()
         for cached, page in on_device:
             if cached.page is None:
                 cached.page = page
@@ -174,7 +174,7 @@ class OneEvictionShort(PrefixTree):
         if shortage_pages <= 0 or shortage_pages > self.evictable_pages:
             return super().allocate(pages)
         for _ in range(shortage_pages - 1):
-            self._evict_one()
+            self.evict_one()
         raise OutOfPages(pages * self.page_size, self.pool.available_size(), self.evictable_size())
 
 

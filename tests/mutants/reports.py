@@ -31,11 +31,7 @@ REPORTS: tuple[str, ...] = (
     "mini-sglang#52",
 )
 
-OUT_OF_REACH: dict[str, str] = {
-    "#27391": "needs a second pool: the load-back takes sliding-window pages (one pool: load-back-outside-budget)",
-    "#23174": "needs a second pool: the chunk takes the whole window budget",
-    "#31205": "needs a second pool: the chunk budget is above the window pool's size",
-}
+OUT_OF_REACH: dict[str, str] = {}
 
 
 def restated(mutant: Mutant) -> list[str]:

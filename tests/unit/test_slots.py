@@ -64,7 +64,7 @@ def slots_of(node: PrefillNode) -> StateSlots:
 def test_no_slot_is_an_admission_answer() -> None:
     outcome, node = ran(1, Submit("a", prompt(("a", 40))), Submit("b", prompt(("b", 40))), Round())
     (refused,) = outcome.rounds[0].refused
-    assert (refused.request, refused.reason, refused.no_slot) == ("b", AddReqResult.NO_TOKEN, True)
+    assert (refused.request, refused.reason, refused.short_of) == ("b", AddReqResult.NO_TOKEN, "state_slots")
     assert outcome.rounds[0].batch_is_full
     assert slots_of(node).free_slots == 0
 

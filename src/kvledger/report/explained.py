@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from kvledger.diagnose import Diagnosis
 from kvledger.diagnose_promise import BrokenPromise, Spending, decoded_since
+from kvledger.record import amount
 from kvledger.replay import Outcome
 from kvledger.report.plain import COLUMNS, counted, named, plain, wrapped
 from kvledger.report.rounds import failure_words
@@ -68,10 +69,13 @@ def _promise_parts(diagnosis: Diagnosis, promise: BrokenPromise) -> Iterator[tup
         yield "spent by", "not known: the round's chunks were not told before one of them failed"
     else:
         yield "spent by", _spent(diagnosis.spent_by, decoded_since(diagnosis.outcome, promise.round))
-    yield "too late", _too_late(diagnosis)
+    if promise.pool is None:
+        yield "too late", _too_late(diagnosis)
 
 
 def _promised(promise: BrokenPromise) -> str:
+    if promise.pool is not None:
+        return f"{named(promise.request)}'s {amount(promise.tokens, promise.pool)}"
     on = f" on rank {promise.rank}" if promise.rank else ""
     return f"{named(promise.request)}'s {promise.kind} of {counted(promise.tokens, 'token')}{on}"
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvledger.diagnose import Diagnosis, diagnosis_of
-from kvledger.diagnose_promise import BrokenPromise, Spending, decoded_since, find_breach
+from kvledger.diagnose_pools import breach_of
+from kvledger.diagnose_promise import BrokenPromise, Spending, decoded_since
 from kvledger.invariants import INVARIANTS
-from kvledger.record import AllocationFailure
+from kvledger.record import AllocationFailure, amount
 from kvledger.replay import Outcome
 from kvledger.report.markup import Name, Words, message_words
 from kvledger.report.plain import counted
@@ -28,6 +29,7 @@ _HOW = {
     "decode": "decode growing by {}",
     "hold": "a hold of {}",
     "leak": "a leak of {}",
+    "share": "a share of {}",
 }
 
 
@@ -58,7 +60,7 @@ def explain(recording: Recording) -> Explanation:
     if diagnosis is not None:
         promise, spent = diagnosis.broken_promise, diagnosis.spent_by
     else:
-        breach = find_breach(recording.history)
+        breach = breach_of(recording.history)
         promise, spent = (breach.promise, breach.spent_by) if breach is not None else (None, ())
     lead = _lead(promise, spent, outcome) if promise is not None else _first_broken(outcome)
     details = [*_unwritten(recording, promise), *_reason(outcome)]
@@ -100,7 +102,8 @@ def _headline(outcome: Outcome) -> Words:
 def failure_words(failure: AllocationFailure) -> Words:
     """Who asked for how much, and what there was."""
     on = f" on rank {failure.rank}" if failure.rank else ""
-    figures = f" wanted {counted(failure.wanted, 'token')}{on}; free {failure.free}, evictable {failure.evictable}"
+    wanted = amount(failure.wanted, failure.pool)
+    figures = f" wanted {wanted}{on}; free {failure.free}, evictable {failure.evictable}"
     return [Name(failure.request) if failure.known else failure.request, figures]
 
 
@@ -108,7 +111,8 @@ def failure_words(failure: AllocationFailure) -> Words:
 
 
 def _lead(promise: BrokenPromise, spent: Sequence[Spending], outcome: Outcome) -> Words:
-    words: list[str | Name] = [Name(promise.request), f"'s {promise.kind} of {counted(promise.tokens, 'token')}, "]
+    of_what = "" if promise.pool else f"{promise.kind} of "
+    words: list[str | Name] = [Name(promise.request), f"'s {of_what}{amount(promise.tokens, promise.pool)}, "]
     words.append(f"promised in round {promise.round}, {f'on rank {promise.rank} ' if promise.rank else ''}")
     decoded = decoded_since(outcome, promise.round)
     if not spent and decoded:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvledger.adder import AddReqResult
 from kvledger.events import Submit
 from kvledger.ledger import Due, Promise
-from kvledger.record import AllocationFailure, Decision, RankRound, RoundRecord
+from kvledger.record import AllocationFailure, Decision, RankRound, RoundRecord, amount
 from kvledger.replay import Broken, Outcome
 from kvledger.report.experiment import size_word
 from kvledger.report.plain import counted, named, padded, plain, width, wrapped
@@ -162,8 +162,8 @@ def chunk_words(decision: Decision) -> str:
 def notes_of(decision: Decision, layout: Layout) -> list[str]:
     """What else there is to say of a decision: what it lacks, leaves, loads and locks."""
     lock = decision.newly_locked_tokens
-    if decision.no_slot:
-        return ["no state slot"]
+    if decision.short_of is not None:
+        return [f"short of {decision.short_of}"]
     if decision.reason is AddReqResult.NO_TOKEN:
         need = decision.prompt_tokens - decision.prefix_tokens + decision.output_tokens + layout.page_size
         lacks = "not all could come to their ends" if decision.request in layout.simulated else f"needs {need}"
@@ -314,6 +314,6 @@ def failure_words(failure: AllocationFailure) -> str:
     """Who asked for how much, and what there was."""
     on = f" on rank {failure.rank}" if failure.rank else ""
     return (
-        f"{named(failure.request)} wanted {counted(failure.wanted, 'token')}{on}; free {failure.free}, evictable "
+        f"{named(failure.request)} wanted {amount(failure.wanted, failure.pool)}{on}; free {failure.free}, evictable "
         f"{failure.evictable}"
     )

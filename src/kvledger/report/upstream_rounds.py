@@ -21,7 +21,7 @@ from kvledger.events import (
     Unpin,
 )
 from kvledger.ledger import Promise
-from kvledger.record import Decision, RoundRecord
+from kvledger.record import Decision, RoundRecord, amount
 from kvledger.report.markdown import code, codes, escaped, table
 from kvledger.report.plain import counted
 from kvledger.report.recording import Pool, Recording, Step
@@ -242,8 +242,8 @@ def _after(record: RoundRecord, step: Step, pool: Pool, needed: int, pool_tokens
     if record.failure is not None:
         failure = record.failure
         yield (
-            f"**Out of memory**: {victim(failure)} wanted {failure.wanted} tokens, with {failure.free} free "
-            f"and {failure.evictable} evictable."
+            f"**Out of memory**: {victim(failure)} wanted {amount(failure.wanted, failure.pool)}, with "
+            f"{failure.free} free and {failure.evictable} evictable."
         )
         return
     in_use = pool_tokens - pool.baseline

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from kvledger.arithmetic import ceil_tokens
 from kvledger.diagnose import Diagnosis, diagnosis_of
-from kvledger.diagnose_promise import BrokenPromise, Spending, decoded_since, find_breach
+from kvledger.diagnose_pools import breach_of
+from kvledger.diagnose_promise import BrokenPromise, Spending, decoded_since
 from kvledger.events import Abort, Event, Fault, Hold, Pin, Release, Round, Submit, Transferred, Unpin
 from kvledger.invariants import INVARIANTS
 from kvledger.monitor import InvariantMonitor
-from kvledger.record import AllocationFailure, RoundRecord
+from kvledger.record import AllocationFailure, RoundRecord, amount
 from kvledger.replay import Broken, Outcome, Replay, replay
 from kvledger.report.explanation import MAX_ROUNDS_DIAGNOSED, SPENDINGS_SHOWN
 from kvledger.report.markdown import code, codes, escaped
@@ -55,6 +56,7 @@ _HOW = {
     "decode": "decoding, {} tokens in whole pages",
     "hold": "slots taken from outside, {} tokens",
     "leak": "a leak of {} tokens",
+    "share": "{} of its own",
 }
 _DECIDED = {
     "whole": "admitted whole",
@@ -142,9 +144,11 @@ def _pages(tokens: int, page_size: int) -> str:
 def _failed(recording: Recording) -> Iterator[str]:
     failure = recording.outcome.failure
     assert failure is not None
-    wanted = _pages(failure.wanted, recording.page_size)
+    pool = failure.pool
+    slots = f"slots for {_pages(failure.wanted, recording.page_size)}"
+    wanted = slots if pool is None else amount(failure.wanted, pool)
     yield (
-        f"In round {recording.outcome.rounds[-1].round} {victim(failure)} wants slots for {wanted}; "
+        f"In round {recording.outcome.rounds[-1].round} {victim(failure)} wants {wanted}; "
         f"{failure.free} are free and {failure.evictable} evictable."
     )
 
@@ -289,7 +293,7 @@ def _promise(recording: Recording) -> Iterator[str]:
         diagnosis = diagnosis_of(recording.history)
         promise, spent = diagnosis.broken_promise, diagnosis.spent_by
     else:
-        breach = find_breach(recording.history)
+        breach = breach_of(recording.history)
         promise, spent = (breach.promise, breach.spent_by) if breach is not None else (None, ())
     if promise is None:
         return
@@ -302,6 +306,8 @@ def _promise(recording: Recording) -> Iterator[str]:
 
 def _what_was_left(promise: BrokenPromise, page_size: int) -> str:
     name, tokens = code(promise.request), _pages(promise.tokens, page_size)
+    if promise.pool is not None:
+        return f"{name} was admitted in round {promise.round}, to take {amount(promise.tokens, promise.pool)}."
     if promise.kind == "tail":
         return f"{name} was cut in round {promise.round} with {tokens} of its prompt left to compute."
     return f"{name} was admitted with a {promise.kind} of {tokens} in round {promise.round}."

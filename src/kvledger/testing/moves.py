@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from kvledger.arithmetic import align_chunk_end, ceil_tokens, floor_or_keep
+from kvledger.checks_pools import spare_pages_beside
 from kvledger.events import (
     Abort,
     Cached,
@@ -24,6 +25,7 @@ from kvledger.events import (
     Transferred,
 )
 from kvledger.evidence import needed_pages_of
+from kvledger.monitor import InvariantMonitor
 from kvledger.record import Snapshot
 from kvledger.replay import Replay
 from kvledger.request import Prompt
@@ -156,7 +158,11 @@ class World:
 
     def spare_pages(self, snapshot: Snapshot) -> int:
         """Pages that nobody admitted needs: what an outsider may take, on any rank, without breaking a promise."""
-        return min(spare_pages(rank) for rank in (snapshot, *snapshot.ranks))
+        spare = min(spare_pages(rank) for rank in (snapshot, *snapshot.ranks))
+        monitor = self.replay.monitor
+        if not snapshot.pools or not isinstance(monitor, InvariantMonitor):
+            return spare
+        return min(spare, spare_pages_beside(monitor.evidence))
 
     def room_tokens(self) -> int:
         """The largest cold prompt that the gate would let in behind those who wait already, in tokens."""

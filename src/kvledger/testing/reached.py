@@ -23,7 +23,7 @@ from kvledger.monitor import InvariantMonitor
 from kvledger.record import Decision, RoundRecord
 from kvledger.replay import Outcome, Stuck, Target
 from kvledger.rules import AccountingRules
-from kvledger.testing import reached_faults, reached_ranks, reached_residue
+from kvledger.testing import reached_faults, reached_pools, reached_ranks, reached_residue
 
 BRANCHES: tuple[str, ...] = (
     "resumed to its end",
@@ -83,7 +83,7 @@ DECODE_BRANCHES: tuple[str, ...] = (
 )
 """What only a node that decodes can reach."""
 
-PARTS = (reached_residue, reached_faults, reached_ranks)
+PARTS = (reached_residue, reached_pools, reached_faults, reached_ranks)
 """Parts that a node may have: each a module with its `BRANCHES`, and `met(evidence, happened)`, which names those
 that a decision, a round or an event took; after a decision the evidence's `earlier` ends with it."""
 
