@@ -686,7 +686,8 @@ def test_a_monitor_is_told_all_that_a_target_tells() -> None:
 
     settings = changed(UNIFIED, schedule_policy="priority", preemption_threshold=0, max_running_requests=1)
     important = Submit("B", prompt(("b", 100)), Output(max_new_tokens=9, ignore_eos=True, priority=1))
-    events = [Submit("A", prompt(("a", 100)), Output(max_new_tokens=300, ignore_eos=True)), Round(), important, Round()]
+    first = Submit("A", prompt(("a", 100)), Output(max_new_tokens=300, ignore_eos=True))
+    events: list[Event] = [first, Round(), important, Round()]
     play(events, settings=settings, monitor=Listening())
     assert set(told) == {name for name in vars(Watcher) if not name.startswith("_")}
 
