@@ -7,7 +7,13 @@ import pytest
 
 from kvledger.rules import PRESETS, SOUND_BESIDE_DECODE, SOUND_PRESETS, AccountingRules
 
-OFF = {"spend_gap": False, "truncation_align": None, "on_shortage": "force", "decode_yields": True}
+OFF = {
+    "spend_gap": False,
+    "truncation_align": None,
+    "on_shortage": "force",
+    "decode_yields": True,
+    "promise_pools": True,
+}
 
 
 def test_the_presets_are_the_three_of_the_post_mortem() -> None:
