@@ -16,6 +16,7 @@ OFF = {
     "decode_yields": True,
     "rank_view": "least",
     "replay_gate": "follow",
+    "promise_pools": True,
 }
 
 
