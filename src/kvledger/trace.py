@@ -41,7 +41,9 @@ FORMAT = "kvledger-trace/1"
 MAX_TOKENS = 2**28
 MAX_PROMPT_PAGES = 2**23
 MAX_FILE_BYTES = 2**28
-FIRST_SWITCHES = ("checkpoint_align", "reserve_tail", "spend_gap", "truncation_align", "on_shortage", "decode_yields")
+FIRST_SWITCHES = frozenset(
+    {"checkpoint_align", "reserve_tail", "spend_gap", "truncation_align", "on_shortage", "decode_yields"}
+)
 OUTPUT_KEYS = tuple(key.name for key in fields(Output))
 # more digits than any size has, fewer than Python's own limit can be set to
 MAX_DIGITS = 640
@@ -121,7 +123,7 @@ def to_document(trace: Trace) -> dict[str, Any]:
     if trace.title:
         document["title"] = trace.title
     document["node"] = _unusual(trace.node)
-    document["rules"] = trace.rules if isinstance(trace.rules, str) else _switches(trace.rules)
+    document["rules"] = trace.rules if isinstance(trace.rules, str) else _rules_document(trace.rules)
     document["events"] = [_event_document(event) for event in trace.events]
     if trace.expect:
         document["expect"] = dict(trace.expect)
@@ -393,18 +395,19 @@ class _EventReader:
         return Release(name, tokens, ranks)
 
 
-def _switches(rules: AccountingRules) -> dict[str, Any]:
-    """The first switches always, so that old traces keep their text; a later one where it is not as usual."""
-    usual = asdict(AccountingRules())
-    return {name: value for name, value in asdict(rules).items() if name in FIRST_SWITCHES or value != usual[name]}
-
-
 def _unusual(values: NodeSettings | RankSettings | Output) -> dict[str, Any]:
     """What is not left at its default."""
     unusual = {key.name: value for key in fields(values) if (value := getattr(values, key.name)) != key.default}
     if "ranks" in unusual:
         unusual["ranks"] = [_unusual(rank) for rank in unusual["ranks"]]
     return unusual
+
+
+def _rules_document(rules: AccountingRules) -> dict[str, Any]:
+    """The switches that the format began with, and of the others those that are not left at their default: a trace
+    that is older than a switch keeps its text."""
+    unusual = {key.name for key in fields(rules) if getattr(rules, key.name) != key.default}
+    return {name: value for name, value in asdict(rules).items() if name in FIRST_SWITCHES or name in unusual}
 
 
 def _event_document(event: Event) -> dict[str, Any]:

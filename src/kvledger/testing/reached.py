@@ -99,9 +99,13 @@ _ONLY_WITH_COARSE_GRID = frozenset(
 )
 
 
-def expected_branches(rules: AccountingRules, *, sound: bool, decode: bool = False) -> tuple[str, ...]:
-    """The branches that a search under these rules must have reached to prove anything; `decode`: beside decode,
-    where those of prefill are not asked for once more."""
+def expected_branches(
+    rules: AccountingRules, *, sound: bool, decode: bool = False, parts: bool = False
+) -> tuple[str, ...]:
+    """The branches that a search under these rules must have reached to prove anything; `decode`: beside decode, or
+    `parts`: of a swarm over parts, where those of a plain prefill node are not asked for once more."""
+    if parts:
+        return tuple(branch for part in PARTS for branch in part.BRANCHES)
     if decode:
         return tuple(branch for branch in DECODE_BRANCHES if branch not in _ONLY_WITH_OUTSIDERS)
     out_of_reach = {"stuck"}  # only outsiders' locks and holds lead there, or a broken invariant
