@@ -233,9 +233,9 @@ def test_an_abort_reaches_at_once_a_rank_that_rank_0_has_gone_before() -> None:
     assert live(run) == [[], []]
 
 
-@pytest.mark.parametrize("ranks", [(0,), (1,), None])
-def test_a_drain_brings_every_abort_to_all(ranks: tuple[int, ...] | None) -> None:
-    run = played(pipeline(), ask("A", 20), Round(), Abort("A", ranks), Drain())
+@pytest.mark.parametrize("ranks", [((0,),), ((1,),), (None,), ((1,), (0,)), ((0,), (1,))])
+def test_a_drain_brings_every_abort_to_all(ranks: tuple[tuple[int, ...] | None, ...]) -> None:
+    run = played(pipeline(), ask("A", 20), Round(), *(Abort("A", each) for each in ranks), Drain())
     assert live(run) == [[], []]
     assert run.outcome.verdict == "ok"
     assert len(run.outcome.rounds) == 1
