@@ -164,16 +164,16 @@ def _changes(rules: AccountingRules, node: NodeSettings) -> Iterator[tuple[str, 
         yield "reserve_tail", True
     if not rules.decode_yields:
         yield "decode_yields", True
+    if rules.rank_view == "own" and node.ranks:
+        yield "rank_view", "least"
+    if rules.replay_gate != "follow" and node.ranks:
+        yield "replay_gate", "follow"
     if not rules.spend_gap:
         yield "spend_gap", True
     if rules.grid_tokens(page_size=node.page_size, node_align=node.checkpoint_align) != node.page_size:
         yield "checkpoint_align", "page_size"
     if rules.on_shortage == "force":
         yield "on_shortage", "defer"
-    if rules.rank_view == "own" and node.ranks:
-        yield "rank_view", "least"
-    if rules.replay_gate != "follow" and node.ranks:
-        yield "replay_gate", "follow"
     for name in ("truncation_align", "continuation_limit", "chunk_grid"):
         if getattr(rules, name) is not None:
             yield name, None

@@ -555,12 +555,13 @@ class Replay:
         return "" if here else " (it has ended: nothing happens)"
 
     def _abort(self, event: Abort) -> None:
-        """Where some ranks are not told of it, they will be: a drain sees to that."""
+        """Where some ranks have not acted on it, they will: a drain sees to that. One told before rank 0 has not."""
         if event.ranks is None:
             self._half_told.pop(event.request, None)
         else:
             told = self._half_told.setdefault(event.request, set())
-            told.update(event.ranks)
+            if 0 in told or 0 in event.ranks:
+                told.update(event.ranks)
             if len(told) > len(self.settings.ranks):
                 del self._half_told[event.request]
         ask(self.target.abort, event.request, **_on(event))

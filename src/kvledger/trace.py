@@ -464,13 +464,6 @@ def _rules_document(rules: AccountingRules) -> dict[str, Any]:
     return {name: value for name, value in asdict(rules).items() if name in FIRST_SWITCHES or name in unusual}
 
 
-def _rules_document(rules: AccountingRules) -> dict[str, Any]:
-    """The switches that the format began with, and of the others those that are not left at their default: a trace
-    that is older than a switch keeps its text."""
-    unusual = {key.name for key in fields(rules) if getattr(rules, key.name) != key.default}
-    return {name: value for name, value in asdict(rules).items() if name in FIRST_SWITCHES or name in unusual}
-
-
 def _event_document(event: Event) -> dict[str, Any]:
     ranks = getattr(event, "ranks", None)
     return _bare_document(event) | ({} if ranks is None else {"ranks": list(ranks)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from kvledger.replay import EventError, Outcome, Replay
 from kvledger.request import Prompt
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.settings import NodeSettings, RankSettings, of_rank
+from kvledger.shrink import shrink
+from kvledger.shrink_passes import measure, simpler_ranks, sizes_of, with_sizes
 from kvledger.trace import Trace, TraceError, dumps, load, loads, parse, to_document
 from tests.mutants.mutant import MUTANTS
 from tests.mutants.ranks import AbortActedOnAtOnce
@@ -233,9 +236,9 @@ def test_an_abort_reaches_at_once_a_rank_that_rank_0_has_gone_before() -> None:
     assert live(run) == [[], []]
 
 
-@pytest.mark.parametrize("ranks", [(0,), (1,), None])
-def test_a_drain_brings_every_abort_to_all(ranks: tuple[int, ...] | None) -> None:
-    run = played(pipeline(), ask("A", 20), Round(), Abort("A", ranks), Drain())
+@pytest.mark.parametrize("ranks", [((0,),), ((1,),), (None,), ((1,), (0,)), ((0,), (1,))])
+def test_a_drain_brings_every_abort_to_all(ranks: tuple[tuple[int, ...] | None, ...]) -> None:
+    run = played(pipeline(), ask("A", 20), Round(), *(Abort("A", each) for each in ranks), Drain())
     assert live(run) == [[], []]
     assert run.outcome.verdict == "ok"
     assert len(run.outcome.rounds) == 1
@@ -386,3 +389,62 @@ def test_the_documents_example_ends_as_it_says(
 def test_every_trace_of_the_documents_table_is_there() -> None:
     named = set(re.findall(r"`(ranks-[\w-]+?)(?:\.json)?`", GUIDE))
     assert named == {path.stem for path in CASES.glob("ranks-*.json")}
+
+
+# --- shrinking
+
+
+def test_ranks_that_do_not_matter_go_with_what_reached_them_alone() -> None:
+    """The post-mortem's hole on a pipeline is the hole on a node."""
+    events = (
+        Hold("h", 2, (1,)),
+        Submit("A", prompt(("a", 10))),
+        Submit("B", prompt(("b", 4))),
+        Release("h", 1, (1,)),
+        Transferred("A", (1,)),
+        Drain(),
+    )
+    node = pipeline(RankSettings(pool_tokens=20), RankSettings(), checkpoint_align=5, pool_tokens=13)
+    small = shrink(Trace(replace(node, chunked_prefill_size=9), "aligned", events), budget_seconds=600).trace
+    assert small.node.ranks == ()
+    assert [getattr(event, "ranks", None) for event in small.events] == [None] * 3
+    assert (small.node.pool_tokens, small.node.chunked_prefill_size) == (13, 9)
+
+
+def test_of_several_ranks_the_one_that_fails_is_left() -> None:
+    node = pipeline(RankSettings(), RankSettings(pool_tokens=20, host_tokens=None), max_running_requests=6, pp_size=3)
+    events = (ask("A", 16), Hold("h", 1, (0, 2)), ask("B", 9), Transferred("A", (0, 1)), Round(), Drain())
+    small = shrink(Trace(node, OWN, events), rules=OWN, budget_seconds=600)
+    assert small.invariant == "promises-covered"
+    (rank,) = small.trace.node.ranks
+    assert isinstance(rank.pool_tokens, int) and rank.pool_tokens < small.trace.node.pool_tokens
+    assert rank.host_tokens == "same"
+    assert [type(event) for event in small.trace.events] == [Submit, Submit, Drain]
+
+
+def test_sizes_of_ranks_are_taken_out_and_put_back() -> None:
+    node = pipeline(RankSettings(pool_tokens=20, host_tokens=None), RankSettings(host_tokens=7))
+    trace = Trace(node, OWN, (Hold("h", 3, (1,)), Release("h", 2, (1,))))
+    sizes = sizes_of(trace)
+    assert sizes == (1, 8, 12, 32, 20, 7, 3, 2)
+    assert with_sizes(trace, sizes) == trace
+    larger = with_sizes(trace, (1, 8, 12, 32, 21, 8, 4, 2))
+    assert larger is not None and larger.node.ranks[0].pool_tokens == 21
+    assert larger.events[0] == Hold("h", 4, (1,))
+
+
+def test_a_rank_that_goes_takes_the_events_that_it_alone_saw() -> None:
+    node = pipeline(RankSettings(), RankSettings(pool_tokens=20))
+    events = (ask("A", 3), Hold("h", 1, (1,)), Hold("g", 1, (1, 2)), Abort("A", (2,)), Release("h", None, (1,)))
+    less = next(simpler_ranks(Trace(node, OWN, events)))
+    assert less.node.ranks == (RankSettings(pool_tokens=20),)
+    assert less.events == (ask("A", 3), Hold("g", 1, (1,)), Abort("A", (1,)))
+
+
+def test_a_trace_with_fewer_ranks_and_plainer_events_is_the_smaller_one() -> None:
+    def size(*ranks: RankSettings, reached: tuple[int, ...] | None = None) -> Any:
+        return measure(Trace(pipeline(ranks=ranks), OWN, (ask("A", 3), Abort("A", reached), Drain())), 1)
+
+    like, own = RankSettings(), RankSettings(pool_tokens=20)
+    assert size() < size(like) < size(own) < size(like, like)
+    assert size(like) < size(like, reached=(0,)) < size(like, reached=(0, 1))

@@ -14,6 +14,7 @@ from kvledger.events import (
     Decode,
     Drain,
     Event,
+    Fault,
     Finish,
     Hold,
     Release,
@@ -685,10 +686,14 @@ def test_a_monitor_is_told_all_that_a_target_tells() -> None:
         def before_decode(self) -> None:
             told.append("before_decode")
 
+        def withdrew(self) -> None:
+            told.append("withdrew")
+
     settings = changed(UNIFIED, schedule_policy="priority", preemption_threshold=0, max_running_requests=1)
     important = Submit("B", prompt(("b", 100)), Output(max_new_tokens=9, ignore_eos=True, priority=1))
     first = Submit("A", prompt(("a", 100)), Output(max_new_tokens=300, ignore_eos=True))
-    play((first, Round(), important, Round()), settings=settings, monitor=Listening())
+    withdrawn = (Abort("A"), Abort("B"), Submit("C", prompt(("c", 100))), Fault("abort-decided", "C"), Round())
+    play((first, Round(), important, Round(), *withdrawn), settings=settings, monitor=Listening())
     assert set(told) == {name for name in vars(Watcher) if not name.startswith("_")}
 
 

@@ -426,7 +426,7 @@ def test_an_exception_is_shown_and_ends_the_run(capsys: pytest.CaptureFixture[st
         assert "COULD NOT RUN" in capsys.readouterr().out
 
 
-class Faulty(NodeWorld):
+class Unkind(NodeWorld):
     """Says what each kind of fault would show."""
 
     def __init__(self, trace: Trace, **says: Any) -> None:
@@ -473,8 +473,8 @@ def test_a_script_checks_what_it_reports(verdict: str, says: dict[str, Any], eve
     trace = Trace(node_settings(), "upstream", ())
     wanted = LOOKED_FOR[verdict]
     with redirect_stdout(io.StringIO()):
-        assert play(Faulty(trace, **deepcopy(says)), 64, [*ASKED, *events], [], verdict, wanted) == 1
-        assert play(Faulty(trace), 64, [*ASKED, *events], [], verdict, wanted) == 0
+        assert play(Unkind(trace, **deepcopy(says)), 64, [*ASKED, *events], [], verdict, wanted) == 1
+        assert play(Unkind(trace), 64, [*ASKED, *events], [], verdict, wanted) == 0
 
 
 @pytest.mark.parametrize(
@@ -488,7 +488,7 @@ def test_a_script_checks_what_it_reports(verdict: str, says: dict[str, Any], eve
 def test_what_a_script_cannot_see_is_neither_there_nor_mended(
     wanted: list[str], says: dict[str, Any], events: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    world = Faulty(Trace(node_settings(), "upstream", ()), **says)
+    world = Unkind(Trace(node_settings(), "upstream", ()), **says)
     assert play(world, 64, [*ASKED, *events], [], "x", wanted) == 2
     assert "NOT SHOWN (x): this script cannot see that" in capsys.readouterr().out
 

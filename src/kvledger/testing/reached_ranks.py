@@ -22,10 +22,7 @@ BRANCHES: tuple[str, ...] = (
     "abort reached another rank first",
     "cached on some ranks",
     "held on some ranks",
-    "another rank out of memory",
-    "ranks ran different batches",
 )
-ONLY_WHEN_BROKEN = frozenset({"another rank out of memory", "ranks ran different batches"})
 
 
 def met(evidence: Evidence, happened: Decision | RoundRecord | Event) -> Iterable[str]:
@@ -62,11 +59,6 @@ def _ran(record: RoundRecord) -> Iterable[str]:
         yield "evicted on another rank alone"
     if not record.shared_pages and any(rank.shared_pages for rank in record.ranks):
         yield "copy shared on another rank alone"
-    if record.failure is not None and record.failure.rank:
-        yield "another rank out of memory"
-    decided = tuple((decision.request, decision.start, decision.end) for decision in record.joined)
-    if record.failure is None and any(rank.ran != decided for rank in record.ranks):
-        yield "ranks ran different batches"
 
 
 def _reached(event: Event) -> Iterable[str]:
