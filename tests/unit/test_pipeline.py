@@ -231,6 +231,15 @@ def test_an_abort_that_reaches_a_rank_first_waits_for_the_plan() -> None:
     assert not run.outcome.broken
 
 
+def test_an_abort_on_rank_0_after_its_transfer_is_no_news_for_the_others() -> None:
+    run = played(pipeline(), ask("A", 3), Round(), Transferred("A", (0,)), Abort("A", (0,)), ask("B", 3), Round())
+    assert live(run) == [["B"], ["A", "B"]]
+    assert not run.outcome.broken
+    run.apply(Drain())
+    assert live(run) == [[], []]
+    assert run.outcome.verdict == "ok"
+
+
 def test_an_abort_reaches_at_once_a_rank_that_rank_0_has_gone_before() -> None:
     run = played(pipeline(), ask("A", 20), Round(), Abort("A", (0,)), Abort("A", (1,)))
     assert live(run) == [[], []]
