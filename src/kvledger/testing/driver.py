@@ -33,7 +33,8 @@ def example(
     watching = monitor()
     drawn_rules = space.rules(rules, settings, **_draw(rng, space.rules_domains))
     world = space.opened(Replay(settings, drawn_rules, target=target, monitor=watching), drawn)
-    moves = rng.sample(space.moves, rng.randint(3, len(space.moves)))
+    possible = [move for move in space.moves if not move.part or move.part in world.parts]
+    moves = rng.sample(possible, rng.randint(3, len(possible)))
     for _ in range(rng.randint(4, MOVES_PER_EXAMPLE)):
         move = rng.choice(moves)
         world.apply(move.make(world, **_draw(rng, move.domains)))

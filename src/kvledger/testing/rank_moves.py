@@ -11,6 +11,7 @@ from kvledger.policy import SchedulePolicy
 from kvledger.settings import NodeSettings, RankSettings
 from kvledger.testing.dimensions import Dimension, swarm
 from kvledger.testing.moves import LONG, NODE_SPACE, PICK, Domain, Move, World, cache, spare_pages
+from kvledger.testing.reached_ranks import BRANCHES
 
 DOMAINS: Mapping[str, Domain] = {
     "count": (0, 3),
@@ -131,12 +132,14 @@ RANKS = Dimension(
     "ranks",
     DOMAINS,
     with_ranks,
+    BRANCHES,
     (
         Move("apart", APART, apart),
         Move("apart", APART, apart),
         Move("cache_apart", CACHE_APART, cache_apart),
         Move("cache_elsewhere", CACHE_APART, cache_elsewhere),
     ),
+    has=lambda node: bool(node.ranks),
 )
 """Pipelines of two or three ranks."""
 

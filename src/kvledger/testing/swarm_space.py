@@ -1,0 +1,20 @@
+"""The swarm over all dimensions: each example draws whether its node decodes, and which further parts it has.
+
+Not every part goes with every other: a pipeline neither decodes nor has second pools or faults.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvledger.testing.dimensions import swarm
+from kvledger.testing.faults_moves import FAULTS
+from kvledger.testing.pools_moves import POOLS
+from kvledger.testing.rank_moves import RANKS
+from kvledger.testing.residue_moves import RESIDUE
+from kvledger.testing.unified_moves import EITHER_SPACE
+
+DIMENSIONS = (RESIDUE, RANKS, POOLS, FAULTS)
+
+SWARM_SPACE = swarm(replace(EITHER_SPACE, asks=()), DIMENSIONS, name="+ parts", examples=600)
+"""Nodes of every kind, with any subset of the parts. Decode has a space of its own that asks for its branches."""
