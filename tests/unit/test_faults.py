@@ -274,6 +274,15 @@ def test_pinned_pages_are_waited_for_where_the_rules_say_so() -> None:
     assert run.outcome.verdict == "ok"
 
 
+def test_the_bytes_of_pinned_pages_come_back_too() -> None:
+    settings = node(state_slots=4, shared_bytes=210, page_bytes=10, state_slot_bytes=10, pool_tokens=100)
+    pinned = (Cached("device", prompt(("c", 48))), Submit("A", prompt(("a", 40))), Round(), Pin("W", prompt(("c", 48))))
+    run = play(*pinned, Round(), Round(), rules=WAITS, settings=settings)
+    assert run.target.snapshot().written_back
+    run.apply(Drain())
+    assert run.outcome.verdict == "ok"
+
+
 def test_a_forced_chunk_on_pinned_pages_breaks() -> None:
     run = Replay(node(), SOUND, monitor=InvariantMonitor())
     cached = Cached("device", prompt(("c", 32)))
