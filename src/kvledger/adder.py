@@ -350,7 +350,7 @@ class PrefillAdder:
                 self.forced = False
                 return None
             if room < tokens:
-                tokens = align_chunk_end(req.prefix_tokens, floor_tokens(room, self.page_size), self.grid_tokens)
+                tokens = self._resumed_cut_tokens(req.prefix_tokens, floor_tokens(room, self.page_size))
         held = self._in_every_pool(req, tokens) if self.pools else tokens
         return None if isinstance(held, AddReqResult) else held
 

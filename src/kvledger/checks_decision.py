@@ -20,6 +20,7 @@ from kvledger.evidence import (
     owed_tokens,
     simulation_passes,
     standing,
+    was_loading,
 )
 from kvledger.record import Decision, Snapshot
 
@@ -168,9 +169,7 @@ def batch_in_budget(e: Evidence, decision: Decision) -> Finding | None:
     batch = any(d.joined for d in e.earlier)
     chunk_left, input_left = compute_left(e)
     limit = e.rules.continuation_limit
-    # one whose load has come late is not the half-done request, though it goes on from what it has
-    goes_on = decision.kind == "resumed" and decision.request in e.computed
-    if goes_on and limit is not None and decision.tokens > limit:
+    if decision.kind == "resumed" and limit is not None and decision.tokens > limit and not was_loading(e, decision):
         return Finding(decision.request, f"went on for {decision.tokens} tokens, and a round's limit is {limit}")
     # a whole prompt must fit with its last page; a resumed chunk may end inside the page that the budget ends in
     tokens = ceil_tokens(decision.tokens, e.page_size) if decision.kind == "whole" else decision.tokens
