@@ -15,11 +15,13 @@ import pytest
 
 from kvledger import UnifiedAdder, cli
 from kvledger.decode import NewTokenRatio
+from kvledger.invariants import INVARIANTS
 from kvledger.request import Output
 from kvledger.rules import PRESETS
 from kvledger.testing.search import DRIVEN_PER_EXAMPLE, EXAMPLES
 from kvledger.testing.unified_moves import UNIFIED_SPACE
 from kvledger.unified import UnifiedNode
+from tests.mutants.registry import MUTANTS
 from tests.unit.builders import node_settings, prompt
 
 README = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
@@ -105,6 +107,16 @@ def test_verify_multiplies_as_it_says() -> None:
     assert tuple(int(number.replace(",", "")) for number in stated) == (*drawn, *beside)
     assert "with `--examples N` it is N and 2 N" in README
     assert DRIVEN_PER_EXAMPLE == 2
+
+
+def test_mutants_and_invariants_are_as_many_as_it_and_the_changelog_say() -> None:
+    changelog = (Path(__file__).parents[2] / "CHANGELOG.md").read_text("utf-8")
+    ((faults, noticed_by),) = re.findall(
+        r"^- (\d+) faults in our own accounting,.*?each of the (\d+) invariants", README, flags=re.DOTALL | re.MULTILINE
+    )
+    ((kinds, mutants),) = re.findall(r"^- (\d+) invariants, and (\d+) mutants of our own", changelog, re.MULTILINE)
+    counted = (len(MUTANTS), len(INVARIANTS))
+    assert (int(faults), int(noticed_by)) == (int(mutants), int(kinds)) == counted
 
 
 def test_its_links_lead_somewhere_and_what_it_names_is_there() -> None:
