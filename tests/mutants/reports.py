@@ -29,6 +29,11 @@ REPORTS: tuple[str, ...] = (
     "sglang-jax#1355",
     "vllm#45388",
     "mini-sglang#52",
+    "#20182",
+    "#26912",
+    "#30476",
+    "#36458",
+    "vllm#57841",
 )
 
 OUT_OF_REACH: dict[str, str] = {}
