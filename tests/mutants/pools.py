@@ -227,7 +227,7 @@ class SharedTailForgotten(SharedBytes):
     def _promise_rest(self, without: str | None) -> None: ...
 
 
-@mutant("admitted-finishes", narrow=_sharing)
+@mutant("admitted-finishes", narrow=_sharing, report="#34441")
 class OnePoolsIdleUnitsKept(SharedBytes):
     """What is idle in a pool is not given up for another one, though the gate counts on it."""
 

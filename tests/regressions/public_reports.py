@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any
 
 from kvledger.rules import AccountingRules
@@ -100,6 +101,15 @@ def _print_draft(path: str, mutant: str | None, without: str | None) -> int:
     return 1 if drafted.lacks else 0
 
 
+def _mutant(name: str) -> str:
+    """A mutant's name, or the ones that are like it in an error of one line."""
+    if name not in MUTANTS:
+        like = get_close_matches(name, MUTANTS)
+        near = f"; like it: {', '.join(like)}" if like else ""
+        raise argparse.ArgumentTypeError(f"no mutant is called {name!r}{near}; grep tests/mutants for report= and more")
+    return name
+
+
 def _rules_of(text: str | None) -> Any:
     """A preset's name, or switches as JSON."""
     try:
@@ -114,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="bring docs/public-reports.md up to date")
     parser.add_argument("--trace", choices=_told(), metavar="NAME", help="print the trace of this case")
     parser.add_argument("--draft", metavar="TRACE", help="print a case of this trace, as it comes out today")
-    parser.add_argument("--mutant", choices=sorted(MUTANTS), metavar="NAME", help="the fault, where it is no switch")
+    parser.add_argument("--mutant", type=_mutant, metavar="NAME", help="the fault, where it is no switch")
     parser.add_argument("--without", metavar="RULES", help="the rules without it, if not tail-reserved: name or JSON")
     options = parser.parse_args(arguments)
     if options.draft is not None:

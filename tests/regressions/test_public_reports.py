@@ -166,6 +166,14 @@ def test_a_draft_of_no_trace_is_bad_input(tmp_path: Path, capsys: pytest.Capture
     assert "none.json" in capsys.readouterr().err
 
 
+def test_a_draft_of_no_mutant_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        public_reports.main(["--draft", "-", "--mutant", "insert-skiped"])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert caught.value.code == 2
+    assert "no mutant is called 'insert-skiped'; like it: insert-skipped" in last and len(last) < 300
+
+
 def test_a_report_that_is_not_expressed_says_why(tmp_path: Path) -> None:
     told = {key: _document("36344")[key] for key in ("format", "report", "what")}
     case = load_case(_written(tmp_path, {**told, "why_not": "a node has no clock"}))
