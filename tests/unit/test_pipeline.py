@@ -96,6 +96,10 @@ def test_a_pipelines_trace_is_read_and_written_as_it_was() -> None:
     assert loads(dumps(trace).encode(), "t") == trace
 
 
+def test_each_stage_has_a_slot_however_few_there_are() -> None:
+    assert parse(document(pp_size=3, max_running_requests=1), "t").node.request_slots == 1
+
+
 def changed(index: int, **keys: Any) -> dict[str, Any]:
     whole = document()
     whole["events"][index].update(keys)
