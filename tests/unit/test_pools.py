@@ -237,6 +237,7 @@ def test_the_smallest_traces_break_a_promise_that_the_explanation_names(
     outcome = checked_replay(trace)
     assert outcome.broken[0].invariant == "promises-covered"
     assert outcome.failure is not None
+    assert outcome.failure.pool is not None
     assert outcome.failure.pool in outcome.broken[0].message
     main(["explain", str(path)])
     words = capsys.readouterr().out
