@@ -156,7 +156,7 @@ def _many(**drawn: int) -> NodeSettings:
 
 
 def document(**node: int | None) -> dict[str, object]:
-    sizes = {n: getattr(SETTINGS, n) for n in NodeSettings.__slots__ if n != "state_slots"}
+    sizes = {n: getattr(SETTINGS, n) for n in NodeSettings.__slots__ if n not in ("state_slots", "ranks")}
     return {"format": "kvledger-trace/1", "node": sizes | node, "rules": "tail-reserved", "events": []}
 
 
