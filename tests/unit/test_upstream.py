@@ -365,11 +365,9 @@ def played(trace: Trace) -> tuple[int, str, Runner]:
     return status, printed.getvalue(), runner
 
 
-# the script plays a prefill node's events on one rank: no scheduler that has one models a pipeline
+# the script plays a prefill node's events
 PREFILL = [
-    path
-    for path in sorted((ROOT / "tests" / "regressions").glob("*.json"))
-    if load(path).node.mode == "prefill" and not load(path).node.ranks
+    path for path in sorted((ROOT / "tests" / "regressions").glob("*.json")) if load(path).node.mode == "prefill"
 ]
 
 
@@ -377,6 +375,8 @@ PREFILL = [
 @pytest.mark.parametrize("rules", ["aligned", "upstream"])
 def test_the_runner_plays_what_a_replay_plays(path: Path, rules: str) -> None:
     trace = load(path).with_rules(rules)
+    if trace.node.ranks:
+        pytest.skip("a script plays one rank: no scheduler that has one models a pipeline")
     outcome = checked_replay(trace)
     status, printed, runner = played(trace)
     assert runner.changed is None
