@@ -377,6 +377,8 @@ PREFILL = [
 @pytest.mark.parametrize("rules", ["aligned", "upstream"])
 def test_the_runner_plays_what_a_replay_plays(path: Path, rules: str) -> None:
     trace = load(path).with_rules(rules)
+    if trace.node.ranks:
+        pytest.skip("a script plays one rank: no scheduler that has one models a pipeline")
     outcome = checked_replay(trace)
     status, printed, runner = played(trace)
     assert runner.changed is None
