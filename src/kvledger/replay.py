@@ -352,6 +352,8 @@ def faulty_words(event: Faulty) -> tuple[str, str, int | None]:
     match event:
         case Fault(kind, rid, amount):
             unit = FAULT_AMOUNTS.get(kind)
+            if unit and amount == 1:
+                unit = unit.removesuffix("s")
             return f"armed {kind}{f' ({amount} {unit})' if unit else ''}:", rid, None
         case Pin(name, prompt):
             return "pinned", f"{prompt.segments[-1][0]} by {name}", prompt.tokens

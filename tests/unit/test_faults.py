@@ -476,10 +476,18 @@ def test_what_struck_is_in_the_outcome_and_only_where_something_did() -> None:
 
 def test_happenings_say_what_was_armed_and_pinned() -> None:
     run = play(
-        HOST, A, Fault("load-short", "A", 8), Fault("skip-insert", "A"), Pin("W", prompt(("a", 8))), Pause(), Resume()
+        HOST,
+        A,
+        Fault("load-short", "A", 8),
+        Fault("load-late", "A", 1),
+        Fault("skip-insert", "A"),
+        Pin("W", prompt(("a", 8))),
+        Pause(),
+        Resume(),
     )
     assert [(each.what, each.name, each.tokens) for each in run.outcome.happenings[2:]] == [
         ("armed load-short (8 tokens):", "A", None),
+        ("armed load-late (1 round):", "A", None),
         ("armed skip-insert:", "A", None),
         ("pinned", "a by W", 8),
         ("paused", "node", None),
@@ -492,7 +500,9 @@ def test_the_shrinker_drops_what_does_nothing_and_keeps_the_fault() -> None:
     long = Submit("A", prompt(("a", 24), ("b", 12)))
     late = (HOST, long, Fault("skip-insert", "A"), Submit("B", prompt(("z", 16))), Fault("load-late", "A", 3))
     trace = Trace(node(pool_tokens=48, chunked_prefill_size=None), "upstream", (*late, *noise, Drain()))
-    shrunk = shrink(trace).trace
+    found = shrink(trace, budget_seconds=600)
+    assert not found.limited
+    shrunk = found.trace
     assert [type(event) for event in shrunk.events] == [Cached, Submit, Submit, Fault, Drain]
 
 
