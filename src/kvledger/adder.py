@@ -391,7 +391,8 @@ class PrefillAdder:
             return AddReqResult.NO_TOKEN
         self.short_of = None
         # a grid coarser than what the pool holds would keep the request waiting for ever
-        return align_chunk_end(start, floor_or_keep(held, self.rules.cut_unit), self.grid_tokens)
+        cut = floor_tokens(held, self.rules.cut_unit or 1) or floor_or_keep(held, self.rules.chunk_grid)
+        return align_chunk_end(start, cut, self.grid_tokens)
 
     def _held(self, req: PrefillRequest, start: int, tokens: int) -> int:
         """Of a chunk, as much as every second pool can hold; `short_of` is then the one that holds least."""

@@ -28,10 +28,10 @@ if SESSION.rules is None and SESSION.target is PrefillNode:
             del _case
 
 
-@pytest.mark.parametrize("seed", [85, 1])
+@pytest.mark.parametrize("seed", [49, 1])
 def test_the_search_can_fail(seed: int) -> None:
     """Where nobody is admitted behind a cut no tail needs a promise, and what waits for a late load needs one still."""
     _, monitor = example(random.Random(seed), PRESETS["upstream"], space=FAULTS_SPACE)
     _, sound = example(random.Random(seed), PRESETS["tail-reserved"], space=FAULTS_SPACE)
-    assert bool(monitor.broken) is (seed == 85)
+    assert bool(monitor.broken) is (seed == 49)
     assert not sound.broken

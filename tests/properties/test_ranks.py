@@ -29,7 +29,7 @@ if SESSION.rules is None and SESSION.target is PrefillNode:
             del _case
 
 
-@pytest.mark.parametrize(("seed", "breaks"), [(0, True), (2, False)])
+@pytest.mark.parametrize(("seed", "breaks"), [(5, True), (2, False)])
 def test_the_search_can_fail(seed: int, breaks: bool) -> None:
     """Where rank 0 counts with itself alone, some of the same examples break."""
     own = AccountingRules(reserve_tail=True, rank_view="own")

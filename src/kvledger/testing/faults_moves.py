@@ -6,11 +6,11 @@ Where the drawn event cannot happen now, something happens that makes it possibl
 from __future__ import annotations
 
 from kvledger.arithmetic import floor_tokens
-from kvledger.events import Cached, Event, Fault, Pause, Pin, Resume, Round, Unpin
+from kvledger.events import Cached, Event, Fault, Pause, Pin, Resume, Round, Submit, Unpin
 from kvledger.faults import FAULT_AMOUNTS, FaultKind
 from kvledger.request import Prompt
 from kvledger.testing.dimensions import Dimension, swarm
-from kvledger.testing.moves import NODE_SPACE, PICK, STEPS, Domain, Move, World, cut_prompt, submit_long
+from kvledger.testing.moves import LONG, NODE_SPACE, PICK, SHORT, STEPS, Domain, Move, World, cut_prompt, submit_long
 from kvledger.testing.reached_faults import BRANCHES
 from kvledger.testing.unified_moves import UNIFIED_SPACE
 
@@ -65,6 +65,21 @@ def spoil_a_load(world: World, kind: int, pick: int, amount: int, share: int) ->
     return _armed(world, KINDS[kind], rid, amount)
 
 
+def submit_spoiled(world: World, kind: int, amount: int, share: int, landmark: int, step: int) -> Event:
+    """All of that at once: a prefix of somebody else's, one that asks for it, and a fault; a round where the entry
+    refuses."""
+    name, rid = world.fresh_name(), world.fresh_name()
+    what, size = KINDS[kind], world.settings.page_size
+    most = max(size, world.largest_tokens() // (1, 2, 3, 8)[share])
+    prefix = Prompt(((name, LONG.tokens(world, landmark, step, most)),))
+    spare = world.spare_pages(world.replay.target.snapshot()) * size
+    on_device = what in ("stale-match", "evicted-match") and prefix.tokens <= spare
+    world.cached.append(prefix)
+    world.apply(Cached("device" if on_device else "host", prefix))
+    world.apply(Submit(rid, Prompt((*prefix.segments, (rid, SHORT.tokens(world, landmark, step, most))))))
+    return _armed(world, what, rid, amount) if rid in world.replay.prompts else Round()
+
+
 def pin(world: World, pick: int, share: int) -> Event:
     """What is cached of a prompt is pinned, or a pin is taken away.
 
@@ -110,6 +125,8 @@ def pause(world: World, go_on: int) -> Event:
 
 _FAULT: dict[str, Domain] = {"kind": (0, len(KINDS) - 1), "pick": PICK, "amount": (0, 5)}
 
+_SPOILED: dict[str, Domain] = {"kind": (0, len(KINDS) - 1), "amount": (0, 5), "share": (0, 3)}
+
 FAULTS = Dimension(
     "faults",
     domains={},
@@ -119,8 +136,8 @@ FAULTS = Dimension(
     moves=(
         Move("fault", _FAULT, fault),
         Move("spoil_a_load", {**_FAULT, "share": (0, 3)}, spoil_a_load),
-        Move("spoil_a_load", {**_FAULT, "share": (0, 3)}, spoil_a_load),
-        Move("spoil_a_load", {**_FAULT, "share": (0, 3)}, spoil_a_load),
+        Move("submit_spoiled", {**_SPOILED, **LONG.domains}, submit_spoiled),
+        Move("submit_spoiled", {**_SPOILED, **LONG.domains}, submit_spoiled),
         Move("pin", {"pick": PICK, "share": (0, 2)}, pin),
         Move("pin_what_was_promised", {"pick": PICK, "step": (0, len(STEPS) - 1)}, pin_what_was_promised),
         Move("pin_what_was_promised", {"pick": PICK, "step": (0, len(STEPS) - 1)}, pin_what_was_promised),
