@@ -350,7 +350,7 @@ class PrefillAdder:
                 self.forced = False
                 return None
             if room < tokens:
-                tokens = align_chunk_end(req.prefix_tokens, floor_tokens(room, self.page_size), self.grid_tokens)
+                tokens = self._resumed_cut_tokens(req.prefix_tokens, floor_tokens(room, self.page_size))
         held = self._in_every_pool(req, tokens) if self.pools else tokens
         return None if isinstance(held, AddReqResult) else held
 
@@ -390,7 +390,8 @@ class PrefillAdder:
         if held <= 0 or self.chunked_req is not None or self.rem_chunk_tokens is None:
             return AddReqResult.NO_TOKEN
         self.short_of = None
-        return align_chunk_end(start, held, self.grid_tokens)
+        # a grid coarser than what the pool holds would keep the request waiting for ever
+        return align_chunk_end(start, floor_or_keep(held, self.rules.cut_unit), self.grid_tokens)
 
     def _held(self, req: PrefillRequest, start: int, tokens: int) -> int:
         """Of a chunk, as much as every second pool can hold; `short_of` is then the one that holds least."""

@@ -20,6 +20,7 @@ from kvledger.evidence import (
     owed_tokens,
     simulation_passes,
     standing,
+    was_loading,
 )
 from kvledger.record import Decision, Snapshot
 
@@ -83,8 +84,10 @@ def on_grid(e: Evidence, decision: Decision) -> Finding | None:
 def _on_chunk_grid(e: Evidence, decision: Decision) -> Finding | None:
     """A cut is as long as whole cells of the kernel's grid are, or as far as the checkpoint grid let that come."""
     cell = e.rules.chunk_grid
-    if cell is None or decision.tokens % cell == 0 or (decision.kind == "resumed" and decision.tokens < cell):
+    if cell is None or decision.tokens % cell == 0:
         return None
+    if decision.tokens < cell and (decision.kind == "resumed" or e.after.pools):
+        return None  # what is half done must go on, and a second pool may never hold a whole cell
     whole_end = decision.start + ceil_tokens(decision.tokens, cell)
     if floor_tokens(whole_end, e.grid_tokens) == decision.end:
         return None
@@ -166,7 +169,7 @@ def batch_in_budget(e: Evidence, decision: Decision) -> Finding | None:
     batch = any(d.joined for d in e.earlier)
     chunk_left, input_left = compute_left(e)
     limit = e.rules.continuation_limit
-    if decision.kind == "resumed" and limit is not None and decision.tokens > limit:
+    if decision.kind == "resumed" and limit is not None and decision.tokens > limit and not was_loading(e, decision):
         return Finding(decision.request, f"went on for {decision.tokens} tokens, and a round's limit is {limit}")
     # a whole prompt must fit with its last page; a resumed chunk may end inside the page that the budget ends in
     tokens = ceil_tokens(decision.tokens, e.page_size) if decision.kind == "whole" else decision.tokens

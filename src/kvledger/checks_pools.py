@@ -81,7 +81,8 @@ def promises_covered(e: Evidence, decision: Decision) -> Finding | None:
     """Each pool can still give what was admitted."""
     for view in e.after.pools:
         needed = needed_units(e, view, (*e.earlier, decision))
-        there = baseline_units(e.after, view)
+        # what only a write-back locks comes back, and so do its bytes
+        there = baseline_units(e.after, view) + len(e.after.written_back) * dict(view.weights).get("", 0)
         if there < needed:
             return Finding(
                 decision.request,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from kvledger.arithmetic import ceil_tokens, floor_tokens
-from kvledger.evidence import Evidence, Finding, PutBack, asked_prompt, decode_tokens, gate_tokens
+from kvledger.evidence import Evidence, Finding, PutBack, asked_prompt, decode_tokens, gate_tokens, was_loading
 from kvledger.policy import LONGEST_MATCHED_QUEUE, SHARED_TOKENS
 from kvledger.record import Decision, RoundRecord
 from kvledger.request import USUAL_OUTPUT
@@ -73,7 +73,7 @@ def _leaves_their_share(e: Evidence, decision: Decision) -> Finding | None:
     One whose load was late is no half-done prompt: it was first in its turn, and takes what it would have taken.
     """
     budget = e.settings.chunked_prefill_size
-    if any(d.kind == "loading" and d.request == decision.request for d in e.earlier):
+    if was_loading(e, decision):
         return None
     queue = expected_order(e) if e.settings.schedule_policy == "shortest-prefill-first" else None
     if queue is None or budget is None or decision.kind != "resumed":

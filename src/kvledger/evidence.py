@@ -110,6 +110,11 @@ def coming_pages(s: Snapshot) -> int:
     return s.baseline_pages + len(s.written_back)
 
 
+def was_loading(e: Evidence, decision: Decision) -> bool:
+    """It runs for the first time, its load having been late: it goes on with nothing."""
+    return any(d.kind == "loading" and d.request == decision.request for d in e.earlier)
+
+
 def standing(decisions: Iterable[Decision]) -> list[Decision]:
     """Those that promise something now: a request whose load is there and that runs was promised a load before."""
     decisions = list(decisions)

@@ -205,7 +205,9 @@ class InvariantMonitor(Monitor):
                 if ranks is None or 0 in ranks:
                     e.computed.pop(rid, None)
                     e.ended.add(rid)
-                    self._to_be_told.add(rid)
+                    here = rid in e.after.waiting or any(request.rid == rid for request in e.after.live)
+                    if here and e.settings.ranks:
+                        self._to_be_told.add(rid)
                 if rid in e.ended:  # else a rank that it reaches first waits for the plan
                     self._ended_on(ranks, rid)
                 e.departed = f"{rid} was aborted"

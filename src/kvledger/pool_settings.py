@@ -47,8 +47,8 @@ def _of_window(node: NodeSettings) -> Iterator[Misfit]:
     elif node.window_pool_pages < node.window_pages + 1:
         yield Misfit(
             "window_pool_tokens",
-            f"{node.window_pool_tokens} has {node.window_pool_pages} pages; a window of {node.window_tokens} tokens "
-            f"and a page to go on take {node.window_pages + 1}",
+            f"{node.window_pool_tokens} is {node.window_pool_pages} of the {node.window_pages + 1} pages that a window "
+            f"of {node.window_tokens} tokens and a page to go on take",
         )
 
 

@@ -46,7 +46,7 @@ from kvledger.shrink_passes import (
     simpler_rules,
 )
 from kvledger.shrink_worlds import small_worlds
-from kvledger.trace import Trace, TraceError
+from kvledger.trace import Trace, TraceError, is_document
 
 MAX_EVALUATIONS = 12_000
 BUDGET_SECONDS = 5.0
@@ -385,7 +385,7 @@ class _Search:
                 return None
             if not probe.broken or probe.broken[0].invariant != self.invariant:
                 return None
-        return self._keep(trace, end, probe.broken[0].round)
+        return self._keep(trace, end, probe.broken[0].round) if is_document(trace) else None
 
     def _replay(self, trace: Trace, probe: _Probe) -> tuple[_Probe, int]:
         """The probe, and how many events it took."""

@@ -158,6 +158,14 @@ def write(trace: Trace, path: str | os.PathLike[str]) -> None:
     write_whole(path, [dumps(trace)])
 
 
+def is_document(trace: Trace) -> bool:
+    """The trace can be written down and read again: its sizes, settings and events fit each other."""
+    try:
+        return parse(to_document(trace), "trace") == trace
+    except TraceError:
+        return False
+
+
 class _MisfitError(Exception):
     """The schema allows it, the format does not: what is wrong, and the path that leads there."""
 

@@ -108,6 +108,20 @@ class LoadedOneIsForgotten(PrefillNode):
         return bool(self.waiting) or self.chunked_req is not None
 
 
+@mutant("progress", report="vllm#57841", space=FAULTS_SPACE)
+class LoadedOneBehindTheHead(PrefillNode):
+    """One whose load has arrived is looked at behind the queue, and not at all when the queue's head finds no room."""
+
+    def _run_loaded(self, adder: PrefillAdder, decisions: list[Decision]) -> None:
+        pass
+
+    def _admit(self, adder: PrefillAdder, decisions: list[Decision]) -> bool:
+        batch_is_full = super()._admit(adder, decisions)
+        if not batch_is_full:
+            super()._run_loaded(adder, decisions)
+        return batch_is_full
+
+
 # --- inserts, matches, aborts
 
 

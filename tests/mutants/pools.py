@@ -72,7 +72,7 @@ class CopiedCheckpointTaken(StateSlots):
             self.copy_on_write = copying
 
 
-@mutant("refusal-is-free", "conserved", report="#16067")
+@mutant("refusal-is-free", "conserved", report="#16067, #20182")
 class SlotLeaksWhenRefused(StateSlots):
     """A request's slot is taken when it is matched, and is not given back if it is not scheduled after all."""
 
@@ -141,10 +141,11 @@ class WholeWindowTaken(WindowPool):
 
 @mutant("progress", narrow=_windowed, report="#31205")
 class ChunkNotCapped(WindowPool):
-    """A chunk is not cut to what the window pool holds: one that is larger than the pool waits for ever."""
+    """The gate asks for a whole chunk and a page, and cuts it to nothing less: one that is as large as the pool waits
+    for ever."""
 
     def within(self, req: Any, start: int, tokens: int, room: int) -> int:
-        return tokens if super().within(req, start, tokens, room) == tokens else 0
+        return tokens if super().within(req, start, tokens, room - 1) == tokens else 0
 
 
 @mutant("conserved", narrow=_windowed)
@@ -173,7 +174,7 @@ class LiveWindowGivenUp(WindowPool):
         super().leave(window, [index for index in indices if window.shared[index].serial in self._uses])
 
 
-@mutant("table-fits", narrow=_windowed)
+@mutant("table-fits", narrow=_windowed, report="#36458")
 class WindowNeverMoves(WindowPool):
     """What leaves the window is kept until the request ends."""
 
@@ -226,7 +227,7 @@ class SharedTailForgotten(SharedBytes):
     def _promise_rest(self, without: str | None) -> None: ...
 
 
-@mutant("admitted-finishes", narrow=_sharing)
+@mutant("admitted-finishes", narrow=_sharing, report="#34441")
 class OnePoolsIdleUnitsKept(SharedBytes):
     """What is idle in a pool is not given up for another one, though the gate counts on it."""
 

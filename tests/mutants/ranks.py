@@ -110,7 +110,7 @@ class EntryAsksRankZero(PipelineNode):
 # --- what it sends
 
 
-@mutant("ended-is-gone")
+@mutant("ended-is-gone", report="#26912")
 class EndedNotInThePlan(PipelineNode):
     """Who has ended on rank 0 is not in the plan, and the others wait until they hear of it themselves."""
 
@@ -160,7 +160,7 @@ class ReplayingRankRefuses(ReplayingRank):
             self.tree.dec_lock_ref(request)
 
 
-@mutant("same-batches", "queue-kept", report="#34572")
+@mutant("same-batches", "queue-kept", report="#34572, #30476")
 class AbortActedOnAtOnce(PipelineNode):
     """An abort that reaches a replaying rank first ends the request there, and the plan still has it."""
 

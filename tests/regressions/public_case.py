@@ -102,23 +102,49 @@ def with_of(outcome: Outcome) -> dict[str, Any]:
     """What a case says of the run with it."""
     said: dict[str, Any] = {"verdict": outcome.verdict, "broken": [each.invariant for each in outcome.broken]}
     failure = outcome.failure
-    return said if failure is None else {
-        **said, "wanted": failure.wanted, "free": failure.free, "evictable": failure.evictable
-    }  # fmt: skip
+    if failure is None:
+        return said
+    pool = {} if failure.pool is None else {"pool": failure.pool}
+    return {**said, **pool, "wanted": failure.wanted, "free": failure.free, "evictable": failure.evictable}
 
 
-def draft(trace: Trace, report: str, what: str, figures: str, mutant: str | None) -> dict[str, Any]:
-    """The document of a case with today's outcomes filled in, for its author to judge."""
-    case = Case("draft", report, what, figures, trace, mutant=MUTANTS[mutant] if mutant else None)
-    return {
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The document of a case with today's outcomes filled in, for its author to judge.
+
+    `findings`: what broke with the fault, a line each; `lacks`: what it is no case for, if anything.
+    """
+
+    document: dict[str, Any]
+    findings: list[str]
+    lacks: str
+
+
+def draft(trace: Trace, to_say: str, mutant: str | None, sound: str | dict[str, Any] | None) -> Draft:
+    """A first draft, with `to_say` where its author has to. `sound`: the rules without the fault, if they are none of
+    tail-reserved. Raises TraceError for them."""
+    written = to_document(trace)
+    rules = SOUND if sound is None else parse({**written, "rules": sound}, "--without").rules
+    case = Case("draft", to_say, to_say, to_say, trace, rules, MUTANTS[mutant] if mutant else None)
+    without, with_fault = case.run_without(), case.run_with()
+    document = {
         "format": FORMAT,
-        "report": report,
-        "what": what,
-        "figures": figures,
-        "trace": to_document(trace),
-        "without": without_of(case.run_without()),
-        "with": ({"mutant": mutant} if mutant else {}) | with_of(case.run_with()),
+        "report": to_say,
+        "what": to_say,
+        "figures": to_say,
+        "trace": written,
+        "without": ({} if sound is None else {"rules": sound}) | without_of(without),
+        "with": ({"mutant": mutant} if mutant else {}) | with_of(with_fault),
     }
+    lacks = ""
+    if mutant is None and trace.with_rules(rules).accounting_rules == trace.accounting_rules:
+        lacks = "where is the fault? The trace's rules are those of the run without it, and no --mutant is named"
+    elif without.verdict != "ok":
+        lacks = f"without the fault it ends {without.verdict}: the trace asks too much, or --without names other rules"
+    elif not with_fault.broken:
+        lacks = "with the fault nothing breaks: the trace, or the mutant, is not yet what the report saw"
+    findings = [f"round {each.round}  {each.invariant}: {each.message}" for each in with_fault.broken]
+    return Draft(document, findings, lacks)
 
 
 @cache

@@ -3,7 +3,7 @@
 python -m tests.regressions.public_reports                    # is docs/public-reports.md up to date?
 python -m tests.regressions.public_reports --write            # make it so
 python -m tests.regressions.public_reports --trace N          # a case's trace, for `kvledger replay -`
-python -m tests.regressions.public_reports --draft TRACE [--mutant NAME] > tests/regressions/public/N.json
+python -m tests.regressions.public_reports --draft TRACE [--mutant NAME] [--without RULES]
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any
 
 from kvledger.rules import AccountingRules
@@ -87,22 +88,47 @@ def _told() -> list[str]:
     return [case.name for case in all_cases() if case.trace is not None]
 
 
+def _print_draft(path: str, mutant: str | None, without: str | None) -> int:
+    """The case on standard output; what broke, and what it lacks, on standard error. 1: it is no case yet."""
+    try:
+        drafted = draft(load(path), TO_SAY, mutant, _rules_of(without))
+    except TraceError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(case_text(drafted.document), end="")
+    for line in [*drafted.findings, *([drafted.lacks] if drafted.lacks else [])]:
+        print(line, file=sys.stderr)
+    return 1 if drafted.lacks else 0
+
+
+def _mutant(name: str) -> str:
+    """A mutant's name, or the ones that are like it in an error of one line."""
+    if name not in MUTANTS:
+        like = get_close_matches(name, MUTANTS)
+        near = f"; like it: {', '.join(like)}" if like else ""
+        raise argparse.ArgumentTypeError(f"no mutant is called {name!r}{near}; grep tests/mutants for report= and more")
+    return name
+
+
+def _rules_of(text: str | None) -> Any:
+    """A preset's name, or switches as JSON."""
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError:
+        return text
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """0: the paper is up to date, or has been written; 1: it is not; 2: bad input."""
     parser = argparse.ArgumentParser(description="The table of the public reports, and a first draft of a new case.")
     parser.add_argument("--write", action="store_true", help="bring docs/public-reports.md up to date")
     parser.add_argument("--trace", choices=_told(), metavar="NAME", help="print the trace of this case")
     parser.add_argument("--draft", metavar="TRACE", help="print a case of this trace, as it comes out today")
-    parser.add_argument("--mutant", choices=sorted(MUTANTS), metavar="NAME", help="the fault, where it is no switch")
+    parser.add_argument("--mutant", type=_mutant, metavar="NAME", help="the fault, where it is no switch")
+    parser.add_argument("--without", metavar="RULES", help="the rules without it, if not tail-reserved: name or JSON")
     options = parser.parse_args(arguments)
     if options.draft is not None:
-        try:
-            document = draft(load(options.draft), TO_SAY, TO_SAY, TO_SAY, options.mutant)
-        except TraceError as error:
-            print(error, file=sys.stderr)
-            return 2
-        print(case_text(document), end="")
-        return 0
+        return _print_draft(options.draft, options.mutant, options.without)
     if options.trace is not None:
         trace = load_case(FOLDER / f"{options.trace}.json").trace
         assert trace is not None, "only cases with a trace are offered"

@@ -10,7 +10,7 @@ import pytest
 
 from kvledger.trace import TraceError, dumps
 from tests.mutants.reports import REPORTS, restated
-from tests.regressions import public_case, public_reports
+from tests.regressions import public_reports
 from tests.regressions.public_case import FOLDER, Case, CaseError, all_cases, load_case, with_of, without_of
 
 CASES = all_cases()
@@ -122,12 +122,61 @@ def test_a_draft_is_a_case_as_it_comes_out(name: str, tmp_path: Path, capsys: py
     assert json.loads(capsys.readouterr().out) == drafted
 
 
+def _drafted(trace: dict[str, Any], *options: str, tmp_path: Path) -> int:
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(trace), "utf-8")
+    return public_reports.main(["--draft", str(path), *options])
+
+
+def test_a_draft_says_what_broke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = _document("16067")["trace"]
+    assert _drafted(trace, "--mutant", "slot-leaks-when-refused", tmp_path=tmp_path) == 0
+    assert "conserved: state_slots: of 139 slots in use 1 belong to nobody" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rules", ['{"reserve_tail": true, "on_shortage": "defer"}', "tail-reserved"])
+def test_a_draft_names_the_rules_without_the_fault(
+    rules: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _drafted(_document("vllm-45388")["trace"], "--without", rules, tmp_path=tmp_path) == 0
+    without = json.loads(capsys.readouterr().out)["without"]
+    assert without == {"rules": json.loads(rules) if rules.startswith("{") else rules, "verdict": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("options", "rules", "code", "says"),
+    [
+        ([], "tail-reserved", 1, "where is the fault?"),
+        (["--mutant", "page-forgotten-in-gate"], "tail-reserved", 1, "with the fault nothing breaks"),
+        (["--without", '{"reserve_tail": false}'], {"on_shortage": "defer"}, 1, "without the fault it ends oom"),
+        (["--without", "fixed"], "tail-reserved", 2, "--without: rules: "),
+        (["--without", "{"], "tail-reserved", 2, "--without: rules: "),
+    ],
+)
+def test_a_draft_that_is_no_case_yet(
+    options: list[str], rules: Any, code: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = _document("vllm-45388" if "--without" in options else "36344")["trace"]
+    assert _drafted({**trace, "rules": rules}, *options, tmp_path=tmp_path) == code
+    assert says in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_draft_of_no_trace_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert public_reports.main(["--draft", str(tmp_path / "none.json")]) == 2
     assert "none.json" in capsys.readouterr().err
 
 
-def test_a_report_that_is_not_expressed_says_why() -> None:
-    silent = [case for case in CASES if case.trace is None]
-    assert all(case.why_not for case in silent)
-    assert public_case.SOUND == "tail-reserved"
+def test_a_draft_of_no_mutant_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        public_reports.main(["--draft", "-", "--mutant", "insert-skiped"])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert caught.value.code == 2
+    assert "no mutant is called 'insert-skiped'; like it: insert-skipped" in last and len(last) < 300
+
+
+def test_a_report_that_is_not_expressed_says_why(tmp_path: Path) -> None:
+    told = {key: _document("36344")[key] for key in ("format", "report", "what")}
+    case = load_case(_written(tmp_path, {**told, "why_not": "a node has no clock"}))
+    assert case.trace is None
+    assert "not expressed: a node has no clock" in public_reports.table([case])
+    assert "1 reports, 0 expressed" in public_reports.table([case])

@@ -34,7 +34,7 @@ from kvledger.request import Output, Prompt
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.settings import NodeSettings
 from kvledger.shrink import shrink
-from kvledger.shrink_passes import normal_form, repaired, simpler_events, sizes_of
+from kvledger.shrink_passes import normal_form, repaired, simpler_events, sizes_of, with_sizes
 from kvledger.testing.fixtures import expectations
 from kvledger.trace import Trace, TraceError, load, parse, to_document, write
 from kvledger.unified import UnifiedNode
@@ -274,6 +274,15 @@ def test_pinned_pages_are_waited_for_where_the_rules_say_so() -> None:
     assert run.outcome.verdict == "ok"
 
 
+def test_the_bytes_of_pinned_pages_come_back_too() -> None:
+    settings = node(state_slots=4, shared_bytes=210, page_bytes=10, state_slot_bytes=10, pool_tokens=100)
+    pinned = (Cached("device", prompt(("c", 48))), Submit("A", prompt(("a", 40))), Round(), Pin("W", prompt(("c", 48))))
+    run = play(*pinned, Round(), Round(), rules=WAITS, settings=settings)
+    assert run.target.snapshot().written_back
+    run.apply(Drain())
+    assert run.outcome.verdict == "ok"
+
+
 def test_a_forced_chunk_on_pinned_pages_breaks() -> None:
     run = Replay(node(), SOUND, monitor=InvariantMonitor())
     cached = Cached("device", prompt(("c", 32)))
@@ -495,7 +504,15 @@ def test_the_shrinker_drops_what_does_nothing_and_keeps_the_fault() -> None:
     assert not found.limited
     shrunk = found.trace
     assert [type(event) for event in shrunk.events] == [Cached, Submit, Submit, Fault, Drain]
-    assert shrunk.events[3] == Fault("load-late", "A", 1)
+
+
+def test_the_rounds_of_a_late_load_are_a_size() -> None:
+    trace = Trace(node(), "upstream", (HOST, A, Fault("load-late", "A", 3)))
+    *others, rounds = sizes_of(trace)
+    assert rounds == 3
+    smaller = with_sizes(trace, (*others, 1))
+    assert smaller is not None
+    assert smaller.events == (HOST, A, Fault("load-late", "A", 1))
 
 
 def test_the_shrinker_makes_what_a_short_load_brings_nothing() -> None:

@@ -832,6 +832,13 @@ CASES = [
         (replace(WHOLE, load_back=64, faults=("load-short",)),),
         HEALTHY,
     ),
+    Case(
+        "batch-in-budget",
+        "who was loading goes on with nothing",
+        evidence(rules=replace(RULES, continuation_limit=16), earlier=[LOADING]),
+        (LOADED,),
+        HEALTHY,
+    ),
     Case("output-exact", "four of nine tokens", beside(), (DECODED,), HEALTHY),
     Case("output-exact", "nine of nine", beside(generated=9), (replace(DECODED, finished=("R",)),), HEALTHY),
     Case("output-exact", "ended early", beside(), (replace(DECODED, finished=("R",)),), "R", "4 of 9"),

@@ -96,6 +96,10 @@ def test_a_pipelines_trace_is_read_and_written_as_it_was() -> None:
     assert loads(dumps(trace).encode(), "t") == trace
 
 
+def test_each_stage_has_a_slot_however_few_there_are() -> None:
+    assert parse(document(pp_size=3, max_running_requests=1), "t").node.request_slots == 1
+
+
 def changed(index: int, **keys: Any) -> dict[str, Any]:
     whole = document()
     whole["events"][index].update(keys)
@@ -229,6 +233,15 @@ def test_an_abort_that_reaches_a_rank_first_waits_for_the_plan() -> None:
     run.apply(Round())
     assert live(run) == [["B"], ["B"]]
     assert not run.outcome.broken
+
+
+def test_an_abort_on_rank_0_after_its_transfer_is_no_news_for_the_others() -> None:
+    run = played(pipeline(), ask("A", 3), Round(), Transferred("A", (0,)), Abort("A", (0,)), ask("B", 3), Round())
+    assert live(run) == [["B"], ["A", "B"]]
+    assert not run.outcome.broken
+    run.apply(Drain())
+    assert live(run) == [[], []]
+    assert run.outcome.verdict == "ok"
 
 
 def test_an_abort_reaches_at_once_a_rank_that_rank_0_has_gone_before() -> None:

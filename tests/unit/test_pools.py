@@ -245,6 +245,17 @@ def test_the_smallest_traces_break_a_promise_that_the_explanation_names(
     assert "avoided by  promise_pools true" in words
 
 
+def test_text_and_page_name_the_pool_that_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = ROOT / "tests/regressions/second-pool-tracking-slots.json"
+    assert main(["replay", str(trace), "--rules", "tail-reserved"]) == 0
+    assert "short of state_slots" in capsys.readouterr().out
+    page = tmp_path / "page.html"
+    assert main(["report", str(trace), "--rules", "tail-reserved", "-o", str(page)]) == 0
+    assert "short of state_slots" in page.read_text(encoding="utf-8")
+    main(["report", str(trace), "-o", str(page)])
+    assert "1 slot of state_slots" in page.read_text(encoding="utf-8")
+
+
 def test_the_document_shows_what_explain_says(capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "docs" / "pools.md").read_text(encoding="utf-8")
     shown = text.split("```text\n")[1].split("```")[0]

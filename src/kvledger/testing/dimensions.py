@@ -19,13 +19,19 @@ WHICH = "parts"
 
 @dataclass(frozen=True, eq=False)
 class Dimension:
-    """One part. `extend(settings, **drawn)` gives a node the part, drawn from `domains`; `rules(rules, settings,
-    **drawn)` draws what it leaves open of the rules, from `rules_domains`; `moves` happen only where it is."""
+    """One part, of which a search must reach the `branches`.
+
+    `extend(settings, **drawn)` gives a node the part, drawn from `domains`; `rules(rules, settings, **drawn)` draws
+    what it leaves open of the rules, from `rules_domains`. `moves` happen only where it was drawn and the node `has`
+    it, for not every part goes with every other.
+    """
 
     name: str
     domains: Mapping[str, Domain]
     extend: Callable[..., NodeSettings]
+    branches: tuple[str, ...]
     moves: tuple[Move, ...] = ()
+    has: Callable[[NodeSettings], bool] = lambda _node: True
     rules_domains: Mapping[str, Domain] = field(default_factory=dict)
     rules: Callable[..., AccountingRules] = lambda rules, _settings: rules
 
@@ -71,7 +77,8 @@ def swarm(
             **{_key(each, key): domain for each in dimensions for key, domain in each.rules_domains.items()},
         },
         rules=rules,
-        parts=lambda **drawn: frozenset(dimension.name for dimension in chosen(drawn)),
+        parts=lambda node, **drawn: frozenset(part.name for part in chosen(drawn) if part.has(node)),
+        asks=(*(base.asks or ()), *(branch for dimension in dimensions for branch in dimension.branches)),
         name=name,
         examples=examples,
         sound=sound,
@@ -90,4 +97,4 @@ def _where_it_is(dimension: Dimension, move: Move) -> Move:
     def make(world: World, **arguments: int) -> Event:
         return move.make(world, **arguments) if dimension.name in world.parts else Round()
 
-    return Move(move.name, move.domains, make)
+    return Move(move.name, move.domains, make, part=dimension.name)

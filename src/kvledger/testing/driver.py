@@ -33,7 +33,9 @@ def example(
     watching = monitor()
     drawn_rules = space.rules(rules, settings, **_draw(rng, space.rules_domains))
     world = space.opened(Replay(settings, drawn_rules, target=target, monitor=watching), drawn)
-    moves = rng.sample(space.moves, rng.randint(3, len(space.moves)))
+    common = [move for move in space.moves if not move.part]
+    moves = rng.sample(common, rng.randint(3, len(common)))
+    moves += [move for move in space.moves if move.part in world.parts]  # what an example has is what it is for
     for _ in range(rng.randint(4, MOVES_PER_EXAMPLE)):
         move = rng.choice(moves)
         world.apply(move.make(world, **_draw(rng, move.domains)))

@@ -11,6 +11,7 @@ from kvledger.faults import FAULT_AMOUNTS, FaultKind
 from kvledger.request import Prompt
 from kvledger.testing.dimensions import Dimension, swarm
 from kvledger.testing.moves import NODE_SPACE, PICK, STEPS, Domain, Move, World, cut_prompt, submit_long
+from kvledger.testing.reached_faults import BRANCHES
 from kvledger.testing.unified_moves import UNIFIED_SPACE
 
 KINDS: tuple[FaultKind, ...] = (
@@ -113,6 +114,8 @@ FAULTS = Dimension(
     "faults",
     domains={},
     extend=lambda settings: settings,
+    branches=BRANCHES,
+    has=lambda node: not node.ranks,
     moves=(
         Move("fault", _FAULT, fault),
         Move("spoil_a_load", {**_FAULT, "share": (0, 3)}, spoil_a_load),
@@ -125,7 +128,7 @@ FAULTS = Dimension(
         Move("pause", {"go_on": (0, 3)}, pause),
     ),
 )
-"""Any node may meet any of them."""
+"""Any node of one rank may meet any of them."""
 
 FAULTS_SPACE = swarm(NODE_SPACE, (FAULTS,), name="+ faults", examples=500, always=True)
 """Prefill nodes on which things go wrong."""

@@ -101,7 +101,8 @@ class Space:
     `examples`: how many a search without a number tries. Not `thorough`: too few to meet every branch. `rules` draws
     what the rules under test leave open, from `rules_domains`. `name` goes with a preset's where the space is not the
     usual one; nothing may break under the `sound` presets. `before_drain` is for what a drain would take too long over.
-    `parts` names what a drawn example has beyond a plain node, in a space that draws that too (see dimensions).
+    `parts` names what a drawn example has beyond a plain node, in a space that draws that too (see dimensions). `asks`
+    are the branches that a search must reach here; None: those of a plain node, whichever its rules lead to.
     """
 
     domains: Mapping[str, Domain]
@@ -115,12 +116,13 @@ class Space:
     sound: frozenset[str] = SOUND_PRESETS
     before_drain: Callable[[World], None] = lambda _world: None
     world: Callable[[Replay], World] | None = None
-    parts: Callable[..., frozenset[str]] = lambda **_drawn: frozenset()
+    parts: Callable[..., frozenset[str]] = lambda _node, **_drawn: frozenset()
+    asks: tuple[str, ...] | None = None
 
     def opened(self, replay: Replay, drawn: Mapping[str, int]) -> World:
         """A world around a new replay; `drawn` are the values of all domains, which say what parts it has."""
         world = (self.world or World)(replay)
-        world.parts = self.parts(**drawn)
+        world.parts = self.parts(replay.settings, **drawn)
         return world
 
 
@@ -295,11 +297,12 @@ PICK: Domain = (0, 11)
 
 @dataclass(frozen=True, eq=False)
 class Move:
-    """One rule of the search: argument domains, and the event they make in a world."""
+    """One rule of the search: argument domains, and the event they make in a world; `part`: what that must have."""
 
     name: str
     domains: Mapping[str, Domain]
     make: Callable[..., Event]
+    part: str = ""
 
 
 def submit_long(world: World, landmark: int, step: int) -> Event:

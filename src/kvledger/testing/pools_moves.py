@@ -11,6 +11,7 @@ from dataclasses import replace
 from kvledger.settings import NodeSettings
 from kvledger.testing.dimensions import Dimension, swarm
 from kvledger.testing.moves import NODE_SPACE, Domain
+from kvledger.testing.reached_pools import BRANCHES
 
 STATES, WINDOW, SHARED = 1, 2, 4
 WHICH = (
@@ -41,7 +42,10 @@ def extend(
     weight: int,
     bytes: int,
 ) -> NodeSettings:
-    """The node with these pools. What decode would grow is not modelled in a window or in shared bytes."""
+    """The node with these pools. What decode would grow is not modelled in a window or in shared bytes, and a pipeline
+    has none of them."""
+    if node.ranks:
+        return node
     chosen = WHICH[which] if node.mode == "prefill" else STATES
     if chosen & STATES:
         node = _with_states(node, slots, (0, 1, 2, 1)[tracking], bool(copying))
@@ -78,7 +82,7 @@ def _with_shared(node: NodeSettings, weight: int, part: int) -> NodeSettings:
     return replace(node, shared_bytes=max(1, whole * (4, 3, 2, 5, 6, 7)[part] // 6))
 
 
-POOLS = Dimension("pools", DOMAINS, extend)
+POOLS = Dimension("pools", DOMAINS, extend, BRANCHES, has=lambda node: not node.ranks)
 
 POOLS_SPACE = swarm(NODE_SPACE, [POOLS], name="+ pools", examples=300, always=True)
 """Prefill nodes that all have second pools."""

@@ -10,7 +10,8 @@ from kvledger.events import Abort, Cached, Event, Hold, Release, Round, Transfer
 from kvledger.policy import SchedulePolicy
 from kvledger.settings import NodeSettings, RankSettings
 from kvledger.testing.dimensions import Dimension, swarm
-from kvledger.testing.moves import LONG, NODE_SPACE, PICK, Domain, Move, World, cache, outside, spare_pages
+from kvledger.testing.moves import LONG, NODE_SPACE, PICK, Domain, Move, World, cache, spare_pages
+from kvledger.testing.reached_ranks import BRANCHES
 
 DOMAINS: Mapping[str, Domain] = {
     "count": (0, 3),
@@ -59,8 +60,7 @@ def apart(world: World, kind: int, pick: int, landmark: int, step: int, reached:
         return _transferred(world, pick, reached)
     if kind == 5:
         return _held(world, landmark, step, reached)
-    event = outside(world, 3, pick, landmark, step)
-    return replace(event, ranks=_some(world, reached)) if isinstance(event, Abort) else event
+    return _aborted(world, pick, reached)
 
 
 def _transferred(world: World, pick: int, reached: int) -> Event:
@@ -76,6 +76,13 @@ def _transferred(world: World, pick: int, reached: int) -> Event:
         return Round()
     rid, rank = sending[pick % len(sending)]
     return Transferred(rid, (rank,) if reached % 3 else _some(world, reached))
+
+
+def _aborted(world: World, pick: int, reached: int) -> Event:
+    """Of a request that is anywhere, were it on one rank alone."""
+    snapshot = world.replay.target.snapshot()
+    names = [*snapshot.waiting, *(request.rid for each in (snapshot, *snapshot.ranks) for request in each.live)]
+    return Abort(names[-1 - pick % len(names)], _some(world, reached)) if names else Round()
 
 
 def _held(world: World, landmark: int, step: int, reached: int) -> Event:
@@ -125,12 +132,14 @@ RANKS = Dimension(
     "ranks",
     DOMAINS,
     with_ranks,
+    BRANCHES,
     (
         Move("apart", APART, apart),
         Move("apart", APART, apart),
         Move("cache_apart", CACHE_APART, cache_apart),
         Move("cache_elsewhere", CACHE_APART, cache_elsewhere),
     ),
+    has=lambda node: bool(node.ranks),
 )
 """Pipelines of two or three ranks."""
 

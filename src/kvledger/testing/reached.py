@@ -87,7 +87,9 @@ PARTS = (reached_residue, reached_pools, reached_faults, reached_ranks)
 """Parts that a node may have: each a module with its `BRANCHES`, and `met(evidence, happened)`, which names those
 that a decision, a round or an event took; after a decision the evidence's `earlier` ends with it."""
 
-_ONLY_WITH_OUTSIDERS = frozenset({"given up by the node"})
+ASKED_OF_DECODE = tuple(branch for branch in DECODE_BRANCHES if branch != "given up by the node")
+"""Those that a search must reach without outsiders who never let go."""
+
 _ONLY_WHEN_BROKEN = frozenset({"forced", "deferred", "resumed, cut by memory", "out of memory"})
 _ONLY_WITH_COARSE_GRID = frozenset(
     {
@@ -100,15 +102,8 @@ _ONLY_WITH_COARSE_GRID = frozenset(
 )
 
 
-def expected_branches(
-    rules: AccountingRules, *, sound: bool, decode: bool = False, parts: bool = False
-) -> tuple[str, ...]:
-    """The branches that a search under these rules must have reached to prove anything; `decode`: beside decode,
-    `parts`: with further parts. Those of a plain prefill node are not asked for once more there."""
-    if parts:
-        return tuple(branch for part in PARTS for branch in part.BRANCHES)
-    if decode:
-        return tuple(branch for branch in DECODE_BRANCHES if branch not in _ONLY_WITH_OUTSIDERS)
+def expected_branches(rules: AccountingRules, *, sound: bool) -> tuple[str, ...]:
+    """The branches that a search of plain nodes under these rules must have reached to prove anything."""
     out_of_reach = {"stuck"}  # only outsiders' locks and holds lead there, or a broken invariant
     if sound:
         out_of_reach |= _ONLY_WHEN_BROKEN

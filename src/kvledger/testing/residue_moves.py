@@ -12,6 +12,7 @@ from kvledger.rules import AccountingRules
 from kvledger.settings import NodeSettings
 from kvledger.testing.dimensions import Dimension, swarm
 from kvledger.testing.moves import NODE_SPACE, Domain
+from kvledger.testing.reached_residue import BRANCHES
 
 RESIDUE_RULES: Mapping[str, Domain] = {"limit": (0, 5), "cell": (0, 7)}
 
@@ -36,6 +37,7 @@ RESIDUE = Dimension(
     name="residue",
     domains={},
     extend=lambda settings: settings,
+    branches=BRANCHES,
     rules_domains=RESIDUE_RULES,
     rules=draw_residue,
 )

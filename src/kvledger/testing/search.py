@@ -60,11 +60,12 @@ class Found:
 @dataclass(slots=True)
 class SearchResult:
     """What the search of one preset did. `missing` are branches it should have reached and did not; `space` says
-    where it searched, if that is not the usual space."""
+    where it searched, if that is not the usual space, which `asks` for branches of its own."""
 
     rules: str
     sound: bool
     space: str = ""
+    asks: tuple[str, ...] | None = None
     examples: int = 0
     rounds: int = 0
     seconds: float = 0.0
@@ -79,7 +80,7 @@ class SearchResult:
     @property
     def must_reach(self) -> tuple[str, ...]:
         """Branches that it proves nothing without."""
-        return expected_branches(PRESETS[self.rules], sound=self.sound, decode=bool(self.space))
+        return expected_branches(PRESETS[self.rules], sound=self.sound) if self.asks is None else self.asks
 
     @property
     def as_expected(self) -> bool:
@@ -101,7 +102,7 @@ def search(
     A target that computes may have a lean one that decides the same. Unsound rules are searched there, and longer: what
     they break is broken on paper. The smallest trace must then break the same on the target itself.
     """
-    result = SearchResult(rules, rules in space.sound, space.name)
+    result = SearchResult(rules, rules in space.sound, space.name, space.asks)
     started = time.perf_counter()
     searched = target
     lean = getattr(target, "lean", None)

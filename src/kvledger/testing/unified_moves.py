@@ -31,6 +31,7 @@ from kvledger.testing.moves import (
     draw_settings,
     submit_short,
 )
+from kvledger.testing.reached import ASKED_OF_DECODE
 
 BEYOND_CLIP = 4200
 MOST_IMPORTANT = 4
@@ -252,6 +253,7 @@ UNIFIED_SPACE = Space(
     sound=SOUND_BESIDE_DECODE,
     before_drain=before_drain,
     world=UnifiedWorld,
+    asks=ASKED_OF_DECODE,
 )
 """Nodes that decode beside their prefill, under every schedule policy."""
 

@@ -16,8 +16,9 @@ from kvledger.replay import TargetFactory
 from kvledger.rules import PRESETS, SOUND_PRESETS
 from kvledger.testing.fixtures import save_fixture
 from kvledger.testing.moves import NODE_SPACE, Space
-from kvledger.testing.reached import BRANCHES, DECODE_BRANCHES
+from kvledger.testing.reached import BRANCHES, DECODE_BRANCHES, PARTS
 from kvledger.testing.search import NOT_CONFIRMED, Progress, SearchResult, document, search
+from kvledger.testing.swarm_space import SWARM_SPACE
 from kvledger.testing.unified_moves import UNIFIED_SPACE
 
 DEFAULT_SAVE = "kvledger-found"
@@ -40,7 +41,7 @@ def command(
     names = list(rules) or [name for name in PRESETS if space.thorough or name in SOUND_PRESETS]
     searches = [(name, space) for name in names]
     if target is PrefillNode:
-        searches += [(name, UNIFIED_SPACE) for name in names if name in UNIFIED_SPACE.sound]
+        searches += [(name, each) for each in (UNIFIED_SPACE, SWARM_SPACE) for name in names if name in each.sound]
     left_out = [name for name in PRESETS if not rules and name not in names]
     too_few = examples is not None and any(examples < each.examples for _, each in searches)
     with _progress() as progress:
@@ -151,8 +152,9 @@ def _verdict_table(results: Sequence[SearchResult], *, too_few: bool) -> Table:
 def _reached_table(results: Sequence[SearchResult]) -> Table:
     table = _table("reached", *_right(*(_narrow(result) for result in results)))
     expected = [result.must_reach for result in results]
-    beside_decode = any(result.space for result in results)
-    for branch in (*BRANCHES, *(DECODE_BRANCHES if beside_decode else ())):
+    asked = {branch for result in results for branch in result.asks or ()}
+    groups = (DECODE_BRANCHES, *(part.BRANCHES for part in PARTS))
+    for branch in (*BRANCHES, *(branch for group in groups if asked & {*group} for branch in group)):
         table.add_row(
             branch,
             *(
