@@ -365,20 +365,19 @@ def played(trace: Trace) -> tuple[int, str, Runner]:
     return status, printed.getvalue(), runner
 
 
-# the script plays a prefill node's events, and no faults: no scheduler that has one models them
-PREFILL = [
-    path
-    for path in sorted((ROOT / "tests" / "regressions").glob("*.json"))
-    if load(path).node.mode == "prefill" and not any(isinstance(event, Faulty) for event in load(path).events)
-]
+def _played_alone(trace: Trace) -> bool:
+    """A prefill node's events, without faults and pipelines: no scheduler that has a script models those."""
+    faulty = any(isinstance(event, Faulty) for event in trace.events)
+    return trace.node.mode == "prefill" and not trace.node.ranks and not faulty
+
+
+PREFILL = [path for path in sorted((ROOT / "tests" / "regressions").glob("*.json")) if _played_alone(load(path))]
 
 
 @pytest.mark.parametrize("path", PREFILL, ids=lambda path: path.stem)
 @pytest.mark.parametrize("rules", ["aligned", "upstream"])
 def test_the_runner_plays_what_a_replay_plays(path: Path, rules: str) -> None:
     trace = load(path).with_rules(rules)
-    if trace.node.ranks:
-        pytest.skip("a script plays one rank: no scheduler that has one models a pipeline")
     outcome = checked_replay(trace)
     status, printed, runner = played(trace)
     assert runner.changed is None
