@@ -68,6 +68,8 @@ def in_whole_tokens(promises: Iterable[Promise]) -> tuple[Promise, ...]:
     """The promises in whole tokens: each exact fraction is rounded up or down, so that all of one due come to their
     sum rounded up. Those with the largest fractions are rounded up, of equal ones the first."""
     entries = list(promises)
+    if all(type(each.tokens) is int for each in entries):
+        return tuple(entries)
     for due in Due:
         fractions = {at: each for at, each in enumerate(entries) if each.due is due and each.tokens.denominator > 1}
         whole = math.lcm(*(each.tokens.denominator for each in fractions.values()))  # a token, in equal parts

@@ -108,7 +108,7 @@ class Space:
     domains: Mapping[str, Domain]
     settings: Callable[..., NodeSettings]
     moves: tuple[Move, ...]
-    examples: int = 1000
+    examples: int = 700
     thorough: bool = True
     rules_domains: Mapping[str, Domain] = field(default_factory=lambda: RULES_DOMAINS)
     rules: Callable[..., AccountingRules] = draw_rules

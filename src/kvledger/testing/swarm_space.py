@@ -25,7 +25,7 @@ RARE = frozenset(
 )
 """Met in less than one of a hundred examples here; the space of their own dimension asks for them."""
 
-_EVERYTHING = swarm(replace(EITHER_SPACE, asks=()), DIMENSIONS, name="+ parts", examples=500)
+_EVERYTHING = swarm(replace(EITHER_SPACE, asks=()), DIMENSIONS, name="+ parts", examples=350)
 
 SWARM_SPACE = replace(_EVERYTHING, asks=tuple(branch for branch in _EVERYTHING.asks or () if branch not in RARE))
 """Nodes of every kind, with any subset of the parts. Decode has a space of its own that asks for its branches."""

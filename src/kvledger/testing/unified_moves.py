@@ -248,7 +248,7 @@ UNIFIED_SPACE = Space(
     UNIFIED_DOMAINS,
     draw_unified,
     UNIFIED_MOVES,
-    examples=300,
+    examples=240,
     name="+ decode",
     sound=SOUND_BESIDE_DECODE,
     before_drain=before_drain,
