@@ -119,7 +119,7 @@ class EndedNotInThePlan(PipelineNode):
         return super()._open_books()
 
 
-@mutant("same-batches", rules=ALIGNED)
+@mutant("same-batches", rules=ALIGNED, most=4000)
 class DeferralNotSent(ReplayingRank):
     """Rank 0 puts its half-done request off, the others hear nothing of it and go on with it."""
 
