@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvledger.adder import Chunk, PrefillAdder
 from kvledger.follower import PlanEntry, ReplayingRank, cut_hit
 from kvledger.node import PrefillNode
@@ -10,7 +12,11 @@ from kvledger.pool import PrefillOutOfMemory
 from kvledger.record import Decision
 from kvledger.request import USUAL_OUTPUT, Output, Prompt, Request
 from kvledger.settings import NodeSettings, of_rank
+from kvledger.testing.rank_moves import RANK_SPACE
 from tests.mutants.mutant import ALIGNED, mutant
+
+FEWER_MOVES = replace(RANK_SPACE, moves=tuple(replace(move, part="") for move in RANK_SPACE.moves))
+"""Pipelines whose examples draw which of a pipeline's moves they have, as they do of the others."""
 
 # --- what rank 0 counts with
 
@@ -26,7 +32,7 @@ class BaselineOfRankZero(LeastMemory):
         return 0
 
 
-@mutant("promises-covered", "gate-covers-charge")
+@mutant("promises-covered", "gate-covers-charge", space=FEWER_MOVES)
 class LoadBacksOfOthersForgotten(LeastMemory):
     """Where a prefix is on rank 0's device and on another rank's host, nobody counts what that rank loads back."""
 
@@ -119,7 +125,7 @@ class EndedNotInThePlan(PipelineNode):
         return super()._open_books()
 
 
-@mutant("same-batches", rules=ALIGNED)
+@mutant("same-batches", rules=ALIGNED, most=4000)
 class DeferralNotSent(ReplayingRank):
     """Rank 0 puts its half-done request off, the others hear nothing of it and go on with it."""
 
