@@ -70,6 +70,10 @@ def on_grid(e: Evidence, decision: Decision) -> Finding | None:
         return Finding(
             decision.request, f"starts at {decision.start}, where the grid of {e.grid_tokens} saved no state"
         )
+    if decision.kind != "resumed" and e.before.pools:
+        without = pools.hit_is_whole(e, decision)
+        if without is not None:
+            return without
     if decision.tail_tokens <= 0:
         return None
     grid_end = floor_tokens(decision.end, e.grid_tokens)
@@ -83,17 +87,19 @@ def on_grid(e: Evidence, decision: Decision) -> Finding | None:
 
 def _on_chunk_grid(e: Evidence, decision: Decision) -> Finding | None:
     """A cut is as long as whole cells of the kernel's grid are, or as far as the checkpoint grid let that come."""
-    cell = e.rules.chunk_grid
+    cell = e.rules.chunk_grid if decision.kind == "resumed" else e.rules.cut_unit
+    if cell is not None and decision.tokens < cell and e.after.pools:
+        cell = e.rules.chunk_grid  # a second pool may never hold what both grids ask for
     if cell is None or decision.tokens % cell == 0:
         return None
     if decision.tokens < cell and (decision.kind == "resumed" or e.after.pools):
-        return None  # what is half done must go on, and a second pool may never hold a whole cell
+        return None  # what is half done must go on, and a second pool may not hold a whole cell either
     whole_end = decision.start + ceil_tokens(decision.tokens, cell)
     if floor_tokens(whole_end, e.grid_tokens) == decision.end:
         return None
     return Finding(
         decision.request,
-        f"chunk [{decision.start}, {decision.end}) of {decision.tokens} tokens is off the chunk grid of {cell}",
+        f"chunk [{decision.start}, {decision.end}) of {decision.tokens} tokens is off the grid of cuts, {cell}",
     )
 
 

@@ -92,6 +92,31 @@ def promises_covered(e: Evidence, decision: Decision) -> Finding | None:
     return None
 
 
+def hit_is_whole(e: Evidence, decision: Decision) -> Finding | None:
+    """What is computed begins at a hit that each pool had its part of: the state at its end, the pages of its window.
+
+    Of a load-back only the device's part is looked at: a snapshot does not list what the host has.
+    """
+    request = next((each for each in e.after.live if each.rid == decision.request), None)
+    hit_pages = decision.start // e.page_size
+    if request is None or not hit_pages:
+        return None
+    device_pages = decision.prefix_tokens // e.page_size
+    for view in e.before.pools:
+        there = {page for _, page, _ in view.attached}
+        first = hit_pages - 1
+        if view.name == "window_pool":
+            first = max(0, decision.start - (e.settings.window_tokens or 1)) // e.page_size
+        missing = [] if view.weights else [page for page in request.pages[first:device_pages] if page not in there]
+        if missing:
+            return Finding(
+                decision.request,
+                f"{view.name}: {decision.request} goes on from {decision.start}, and nothing was kept there for "
+                f"{len(missing)} of the pages it needs",
+            )
+    return None
+
+
 def refusal_is_minimal(e: Evidence, decision: Decision) -> Finding | None:
     """A pool that refuses must not hold, free and promised to nobody, the most that one request can ask of it."""
     view = next((view for view in e.before.pools if view.name == decision.short_of), None)

@@ -31,8 +31,11 @@ def on_every_rank(check: Check) -> Check:
 def _views(e: Evidence) -> Iterator[tuple[int, Evidence]]:
     """The evidence as if each replaying rank were the node."""
     befores = e.before.ranks or e.after.ranks
-    for rank, (before, after, ended) in enumerate(zip(befores, e.after.ranks, e.ranks_ended, strict=True), 1):
-        yield rank, replace(e, settings=of_rank(e.settings, rank), before=before, after=after, ended=ended)
+    alive = e.ranks_alive or [frozenset()] * len(e.after.ranks)
+    each_rank = zip(befores, e.after.ranks, e.ranks_ended, alive, strict=True)
+    for rank, (before, after, ended, held) in enumerate(each_rank, 1):
+        settings = of_rank(e.settings, rank)
+        yield rank, replace(e, settings=settings, before=before, after=after, ended=ended, alive=held)
 
 
 def same_batches(_: Evidence, record: RoundRecord) -> Finding | None:

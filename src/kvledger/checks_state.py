@@ -119,6 +119,13 @@ def ended_is_gone(e: Evidence) -> Finding | None:
     return None if rid is None else Finding(rid, f"{rid} has ended, and the node goes on with it")
 
 
+def kept_until_ended(e: Evidence) -> Finding | None:
+    """Who was let in holds its slots until it has ended itself, has gone back, or was given up."""
+    here = {request.rid for request in e.after.live}
+    rid = next((rid for rid in sorted(e.alive) if rid not in here and rid not in e.ended and rid not in e.left), None)
+    return None if rid is None else Finding(rid, f"{rid} has not ended, and the node has let go of its slots")
+
+
 # --- at rest, and when nothing moves
 
 

@@ -47,7 +47,8 @@ class Evidence:
     each prompt in it was cached then (`matched`, where the order asks and the target tells) and who was `put_back` for
     the next candidate; `decided`, what the node looked like before it decoded. `joins` numbers those who began to.
 
-    On a pipeline all of it is the deciding rank's; `ranks_ended` says who has ended on each replaying one.
+    On a pipeline all of it is the deciding rank's; `ranks_ended` says who has ended on each replaying one. `alive` (and
+    `ranks_alive`) had been let in when the event began; `left` are those who gave their slots up in it by the record.
     Of faults: `late` loads that were armed, each request's in rounds, the round before which what was loaded must not
     be used (`arrives`), and whether the node is `paused`. `round` is the one that is being run, or was last.
     """
@@ -74,6 +75,9 @@ class Evidence:
     joins: dict[str, int] = field(default_factory=dict)
     decided: Snapshot | None = None
     ranks_ended: list[set[str]] = field(default_factory=list)
+    alive: frozenset[str] = frozenset()
+    ranks_alive: list[frozenset[str]] = field(default_factory=list)
+    left: frozenset[str] = frozenset()
     late: dict[str, list[int]] = field(default_factory=dict)
     arrives: dict[str, int] = field(default_factory=dict)
     paused: bool = False

@@ -136,6 +136,14 @@ INVARIANTS: tuple[Invariant, ...] = (
         _PAGES,
     ),
     Invariant(
+        "kept-until-ended",
+        "KV that is let go while its request needs it is somebody else's by the next round",
+        "event",
+        ranks.on_every_rank(state.kept_until_ended),
+        _OFFSETS | _BATCHES | frozenset({"pages"}),
+        unless=frozenset({"may-preempt"}),
+    ),
+    Invariant(
         "everyone-served",
         "a request that is lost was not refused, it was lost",
         "rest",

@@ -119,9 +119,13 @@ class InvariantMonitor(Monitor):
         self.evidence.decided = self.evidence.after
         self._look()
         self._round = self._rounds_ended = record.round
+        self.evidence.left = frozenset(
+            (*record.finished, *record.went_back, *record.rolled_back, *record.withdrawn, *record.gave_up)
+        )
         self._ask("round", record)
         if record.failure is None:
             self._ask("event")
+            self._note_alive()
         for rid in record.rolled_back:
             self.evidence.computed.pop(rid, None)
         self.evidence.ended.update(record.finished)
@@ -167,7 +171,15 @@ class InvariantMonitor(Monitor):
     def after_event(self, event: Event) -> None:
         self._note(event)
         self._look()
+        self.evidence.left = frozenset()
         self._ask("event")
+        self._note_alive()
+
+    def _note_alive(self) -> None:
+        """Who has been let in, for the next event to keep."""
+        e = self.evidence
+        e.alive = frozenset(request.rid for request in e.after.live)
+        e.ranks_alive = [frozenset(request.rid for request in rank.live) for rank in e.after.ranks]
 
     def at_rest(self) -> None:
         self._look()

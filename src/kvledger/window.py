@@ -168,7 +168,7 @@ class WindowPool(SecondPool):
         window.end = len(path) * self.page_size
         first = self.first_page(window.end)
         for index, cached in enumerate(path):
-            from_host = cached.serial in self.on_host
+            from_host = cached.serial in self.on_host and cached.serial not in self._units
             self.on_host.discard(cached.serial)
             if index < first:
                 continue
@@ -267,7 +267,8 @@ class WindowPool(SecondPool):
         return (cached for serial, cached in self._pages.items() if not self._uses[serial])
 
     def _attach(self, cached: CachedPage, unit: int) -> None:
-        """A page that has one already keeps that."""
+        """A page that has one already keeps that; what the host has of it is a copy no more."""
+        self.on_host.discard(cached.serial)
         if cached.serial not in self._units:
             self._units[cached.serial] = unit
             self._pages[cached.serial] = cached

@@ -158,7 +158,7 @@ EVENTS: list[dict[str, Any]] = [
 
 
 def trace_of(node: NodeSettings, events: list[dict[str, Any]]) -> Trace:
-    sizes = {name: getattr(node, name) for name in NodeSettings.__slots__}
+    sizes = {name: getattr(node, name) for name in NodeSettings.__slots__ if name != "ranks"}
     return parse({"format": "kvledger-trace/1", "node": sizes, "rules": "tail-reserved", "events": events}, "test")
 
 

@@ -55,7 +55,7 @@ def test_a_refusal_names_what_is_wrong() -> None:
     assert not pool.any(), "a refused copy has copied"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, derandomize=True, deadline=None)
 @given(
     pairs=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), unique_by=lambda pair: pair[1]),
     kind=st.sampled_from([(torch.bfloat16, (3, 7)), (torch.float32, (2, 2)), (torch.uint8, (5,))]),

@@ -231,3 +231,12 @@ class AbortOverlooksQueue(PrefillNode):
     def abort(self, rid: str) -> None:
         if rid not in self.waiting:
             super().abort(rid)
+
+
+@mutant("kept-until-ended")
+class TransferEndsAll(PrefillNode):
+    """One request's transfer ends every request that is in flight: KV is let go while it is being sent."""
+
+    def transferred(self, rid: str) -> None:
+        for each in self.in_flight():
+            super().transferred(each)

@@ -50,6 +50,14 @@ def _sharing(settings: NodeSettings) -> bool:
 # --- state slots
 
 
+@mutant("on-grid", narrow=lambda settings: settings.state_slots is not None)
+class EveryStateHit(StateSlots):
+    """Any cached prefix is a hit, whether the state at its end was saved or not."""
+
+    def ends_hit(self, found: Sequence[CachedPage], pages: int) -> bool:
+        return True
+
+
 @mutant("promises-covered", "admitted-finishes", narrow=_tracking)
 class GateCountsLiveSlotOnly(StateSlots):
     """The gate counts a request's live slot, and not those that it will track with."""
@@ -237,3 +245,24 @@ class OnePoolsIdleUnitsKept(SharedBytes):
     def make_room_for_pages(self, pages: int) -> None:
         if self.free_units < pages * self.page_bytes:
             raise OutOfPages(pages * self.page_bytes, self.free_units, self.evictable_units(), self.name)
+
+
+@mutant("promises-covered", narrow=lambda settings: _sharing(settings) and settings.host_tokens != 0)
+class SharedForgetsLoadBack(SharedBytes):
+    """The shared pool's gate takes what is on the host for paid."""
+
+    def holdable(self, req: Any, start: int, tokens: int) -> int:
+        if req.rid in self._live:
+            return super().holdable(req, start, tokens)
+        return super().holdable(_WithoutLoad(req), start, tokens)
+
+
+class _WithoutLoad:
+    """A request whose host hit counts as a part of its device hit."""
+
+    def __init__(self, req: Any) -> None:
+        self._req = req
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._req, name)
+        return value + self._req.host_hit_tokens if name == "prefix_tokens" else value

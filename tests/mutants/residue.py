@@ -96,3 +96,13 @@ class ChunkGridForWholePrompts(PrefillAdder):
             self.compute.rem_chunk_tokens = left
             return answer
         return super()._admissible_tokens(req)
+
+
+@mutant("on-grid", space=RESIDUE_SPACE)
+class SplitIgnored(AssembledNode):
+    """A fresh cut is as long as the budget allows, whatever the split size of deterministic inference."""
+
+    def _open_books(self) -> PrefillAdder:
+        adder = super()._open_books()
+        adder.rules = replace(adder.rules, truncation_align=None)
+        return adder
