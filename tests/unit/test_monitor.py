@@ -428,6 +428,16 @@ CASES = [
         "A",
         "192 tokens and holds 4 pages",
     ),
+    Case("kept-until-ended", "there still", replace(evidence(), alive=frozenset("A")), (), HEALTHY),
+    Case("kept-until-ended", "gone before its end", replace(evidence(), alive=frozenset("AX")), (), "X", "has let go"),
+    Case("kept-until-ended", "it has ended", replace(evidence(ended={"X"}), alive=frozenset("AX")), (), HEALTHY),
+    Case(
+        "kept-until-ended",
+        "it has gone back",
+        replace(evidence(), alive=frozenset("AX"), left=frozenset("X")),
+        (),
+        HEALTHY,
+    ),
     Case("ended-is-gone", "others have ended", evidence(ended={"Z"}), (), HEALTHY),
     Case("ended-is-gone", "alive after its end", evidence(ended={"A"}), (), "A", "has ended"),
     Case(
@@ -1316,7 +1326,7 @@ def test_what_a_target_cannot_show_is_skipped_by_name(capabilities: set[str]) ->
     ("word", "skipped"),
     [
         ("optimistic", {"promises-covered"}),
-        ("may-preempt", {"admitted-finishes"}),
+        ("may-preempt", {"admitted-finishes", "kept-until-ended"}),
         ("hybrid", {"one-half-done", "table-fits", "everyone-served"}),
     ],
 )
