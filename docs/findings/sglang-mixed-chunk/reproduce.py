@@ -25,8 +25,8 @@ def could_not_run(kind: Any, error: Any, where: Any) -> None:
 sys.excepthook = could_not_run
 
 
-NODE = {'page_size': 64, 'checkpoint_align': 64, 'chunked_prefill_size': 192, 'max_prefill_tokens': None, 'pool_tokens': 384, 'host_tokens': 0, 'state_slots': None, 'mode': 'unified', 'schedule_policy': 'fcfs', 'mixed_chunk': True, 'max_running_requests': None, 'pp_size': 1, 'preemption_threshold': None, 'new_token_ratio_percent': 70, 'prefix_cache': True}
-RULES = {'checkpoint_align': 'page_size', 'reserve_tail': False, 'spend_gap': False, 'truncation_align': None, 'on_shortage': 'force', 'decode_yields': True}
+NODE = {'page_size': 64, 'checkpoint_align': 64, 'chunked_prefill_size': 192, 'max_prefill_tokens': None, 'pool_tokens': 384, 'host_tokens': 0, 'state_slots': None, 'mode': 'unified', 'schedule_policy': 'fcfs', 'mixed_chunk': True, 'max_running_requests': None, 'pp_size': 1, 'preemption_threshold': None, 'new_token_ratio_percent': 70, 'prefix_cache': True, 'ranks': (), 'tracking_slots': 0, 'copy_on_write': False, 'window_tokens': None, 'window_pool_tokens': None, 'shared_bytes': None, 'page_bytes': None, 'state_slot_bytes': None, 'window_page_bytes': None}
+RULES = {'checkpoint_align': 'page_size', 'reserve_tail': False, 'spend_gap': False, 'truncation_align': None, 'continuation_limit': None, 'chunk_grid': None, 'on_shortage': 'force', 'decode_yields': True, 'rank_view': 'least', 'replay_gate': 'follow', 'promise_pools': True}
 EVENTS = [
     {'event': 'submit', 'request': 'A', 'prompt': [['a', 64]], 'max_new_tokens': 4},
     {'event': 'submit', 'request': 'B', 'prompt': [['b', 64]], 'max_new_tokens': 4},
