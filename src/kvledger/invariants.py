@@ -104,7 +104,7 @@ INVARIANTS: tuple[Invariant, ...] = (
         "stages that run different batches hand each other the wrong rows",
         "round",
         ranks.same_batches,
-        _BATCHES,
+        _DECISIONS,
     ),
     Invariant(
         "admitted-finishes",
@@ -194,7 +194,7 @@ INVARIANTS: tuple[Invariant, ...] = (
         "who paused a scheduler is changing what it works on",
         "round",
         decode.paused_is_still,
-        _BATCHES,
+        _DECISIONS,
     ),
     Invariant("in-order", "whose turn it is must not be passed over", "decision", queue.in_order, _DECODE),
     Invariant(
