@@ -216,9 +216,14 @@ class PrefillAdder:
 
     def _check(self, req: PrefillRequest) -> None:
         """A request's slots are promised once a round, and what is cached is a part of its prompt."""
-        if req.rid in self._taken:
-            raise ValueError(f"rid: {req.rid!r} is {self._taken[req.rid]} already")
-        prompt, cached, host = req.prompt_tokens, req.prefix_tokens, req.host_hit_tokens
+        try:
+            rid, prompt, cached, host = req.rid, req.prompt_tokens, req.prefix_tokens, req.host_hit_tokens
+        except AttributeError as error:
+            raise ValueError(
+                f"{error.name} of {getattr(req, 'rid', req)!r}: it has none, and each request needs one"
+            ) from error
+        if rid in self._taken:
+            raise ValueError(f"rid: {rid!r} is {self._taken[rid]} already")
         if not (type(prompt) is type(cached) is type(host) is int and 0 <= cached <= cached + host <= prompt):
             _check_sizes(req)
 

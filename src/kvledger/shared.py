@@ -25,8 +25,8 @@ KV = ""
 class SharedBytes(SecondPool, PoolOfPools):
     """`capacity` bytes, of which a KV page of `tree` takes `page_bytes` and a unit of each of `parts` its own number.
 
-    `live` are the admitted requests. Every figure is in bytes. `parts` are asked in turn: first those that a chunk, however
-    short, asks for as much.
+    `live` are the admitted requests. Every figure is in bytes. `parts` are asked in turn: first those that a chunk asks
+    for as much, however short it is.
     """
 
     name = "shared_bytes"

@@ -87,7 +87,7 @@ def case_text(document: dict[str, Any]) -> str:
 
 
 def _trace_of(name: str) -> Trace:
-    """The trace of a case, by its file's name or by a report's as the table prints it. CaseError where there is none."""
+    """The trace of a case, by its file's name or by a report's as the table prints it. CaseError if there is none."""
     path = FOLDER / f"{name}.json"
     found = [load_case(path)] if path in FOLDER.glob("*.json") else []
     cases = found or all_cases()

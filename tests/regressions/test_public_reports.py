@@ -202,7 +202,9 @@ def test_a_case_that_is_none_is_in_nobodys_way_who_does_not_ask_for_it(
     assert capsys.readouterr().out.count("kvledger-trace/1") == 2
 
 
-@pytest.mark.parametrize("options", [[], ["--write"], ["--trace", "36344"], ["--trace", "#36344"], ["--trace", "nobody"]])
+@pytest.mark.parametrize(
+    "options", [[], ["--write"], ["--trace", "36344"], ["--trace", "#36344"], ["--trace", "nobody"]]
+)
 @pytest.mark.parametrize("content", [b"", b"\xff", b"[", b"{}", b'{"format": "kvledger-case/1"}'])
 def test_a_case_that_is_none_is_one_line_in_every_mode(
     options: list[str], content: bytes, broken_folder: Path, capsys: pytest.CaptureFixture[str]
