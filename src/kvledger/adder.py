@@ -57,6 +57,7 @@ class BesidePool(Protocol):
     def lock(self, req: Any) -> None: ...
     def unlock(self, req: Any) -> None: ...
     def holdable(self, req: Any, start: int, tokens: int) -> int: ...
+    def make_way(self, req: Any, start: int, tokens: int) -> None: ...
     def promise(self, req: Any, start: int, tokens: int) -> None: ...
     def await_chunk(self, req: Any) -> None: ...
 
@@ -215,9 +216,14 @@ class PrefillAdder:
 
     def _check(self, req: PrefillRequest) -> None:
         """A request's slots are promised once a round, and what is cached is a part of its prompt."""
-        if req.rid in self._taken:
-            raise ValueError(f"rid: {req.rid!r} is {self._taken[req.rid]} already")
-        prompt, cached, host = req.prompt_tokens, req.prefix_tokens, req.host_hit_tokens
+        try:
+            rid, prompt, cached, host = req.rid, req.prompt_tokens, req.prefix_tokens, req.host_hit_tokens
+        except AttributeError as error:
+            raise ValueError(
+                f"{error.name} of {getattr(req, 'rid', req)!r}: it has none, and each request needs one"
+            ) from error
+        if rid in self._taken:
+            raise ValueError(f"rid: {rid!r} is {self._taken[rid]} already")
         if not (type(prompt) is type(cached) is type(host) is int and 0 <= cached <= cached + host <= prompt):
             _check_sizes(req)
 
@@ -273,6 +279,8 @@ class PrefillAdder:
         if isinstance(tokens, AddReqResult):
             self._unlock_everywhere(req)
             return tokens
+        for pool in self.pools:
+            pool.make_way(req, req.prefix_tokens + req.host_hit_tokens, tokens)
         load_back = req.host_hit_tokens
         came = self._load_back(req) if load_back else None
         if isinstance(came, Loading):

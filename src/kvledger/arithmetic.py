@@ -41,11 +41,12 @@ def align_chunk_end(start: int, tokens: int, checkpoint_align: int) -> int:
     return end - start if end > start else tokens
 
 
-def whole_number(name: str, value: Any, least: int, *, of: object = None) -> int:
-    """`value` as it came. ValueError, one line, if it is no whole number or below `least`; `of`: whose it is."""
+def whole_number(name: str, value: Any, least: int | None, *, of: object = None) -> int:
+    """`value` as it came. ValueError, one line, if it is no whole number or below `least` (None: no limit); `of`: whose
+    it is."""
     if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):
         raise ValueError(f"{_named(name, of)}: {value!r} is not a whole number")
-    if value < least:
+    if least is not None and value < least:
         raise ValueError(f"{_named(name, of)}: {value} is below the minimum {least}")
     return int(value)
 

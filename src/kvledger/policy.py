@@ -98,5 +98,10 @@ def victims(running: Sequence[Any], priority: int, threshold: int, *, low_values
     Only those whose priority is below its own by more than `threshold`.
     """
     sign = -1 if low_values_first else 1
-    below = [each for each in running if (priority - getattr(each, "priority", 0)) * sign > threshold]
-    return sorted(below, key=lambda each: (getattr(each, "priority", 0) * sign, -getattr(each, "arrival", 0)))
+    below = [each for each in running if (priority - _priority(each)) * sign > threshold]
+    return sorted(below, key=lambda each: (_priority(each) * sign, -getattr(each, "arrival", 0)))
+
+
+def _priority(request: Any) -> int:
+    """0 where it has none, or says None."""
+    return getattr(request, "priority", 0) or 0

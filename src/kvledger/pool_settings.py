@@ -69,3 +69,8 @@ def _of_shared(node: NodeSettings) -> Iterator[Misfit]:
         yield Misfit("state_slot_bytes", f"{node.state_slot_bytes} needs state_slots")
     if node.window_page_bytes is not None and node.window_tokens is None:
         yield Misfit("window_page_bytes", f"{node.window_page_bytes} needs window_tokens")
+    if node.shared_bytes < node.bytes_of_one(1):
+        yield Misfit(
+            "shared_bytes",
+            f"{node.shared_bytes} is below the {node.bytes_of_one(1)} that a request of one page needs: none could run",
+        )

@@ -80,6 +80,17 @@ class SecondPool(PageMover):
         """What admitted requests, but for one, are promised and have not taken yet."""
         return self.ledger.rem_total_token_offset
 
+    def own_spare_units(self, req: Any) -> int:  # noqa: ARG002 - for those who have some
+        """What is attached to the hit of a candidate, kept by nobody else, and may be given up for it."""
+        return 0
+
+    def give_up_own(self, req: Any, units: int) -> int:  # noqa: ARG002 - for those who have some
+        """Free so many of them, as far as there are any beside what is at the end of the hit. How many it were."""
+        return 0
+
+    def make_way(self, req: Any, start: int, tokens: int) -> None:
+        """The candidate is admitted with this chunk, and nothing is taken for it yet: give up what that counts on."""
+
     def promise(self, req: Any, start: int, tokens: int) -> None:
         """The chunk is part of the batch: write down what it will take."""
 
@@ -135,6 +146,10 @@ class PoolOfPools:
 
     def make_room(self, pool: SecondPool, units: int) -> bool:
         """Give up what nobody uses until `units` of `pool` fit; False if they cannot."""
+        raise NotImplementedError
+
+    def lacking_units(self, pool: SecondPool) -> int:
+        """How many units of `pool` must be given up before there is one that was promised to nobody."""
         raise NotImplementedError
 
     def may_take(self, pool: SecondPool) -> bool:

@@ -33,7 +33,8 @@ def open_pools(settings: NodeSettings, rules: AccountingRules, node: Memory) -> 
     if settings.shared_bytes is not None:
         assert settings.page_bytes is not None, "shared bytes without a page's"
         costs = {"state_slots": settings.state_slot_bytes, "window_pool": settings.window_page_bytes}
-        parts = [(pool, cost) for pool in pools if (cost := costs[pool.name]) is not None]
+        # slots first: a chunk can be cut to the window pages that they leave
+        parts = [(pool, cost) for pool in reversed(pools) if (cost := costs[pool.name]) is not None]
         pools.append(SharedBytes(settings.shared_bytes, node.tree, settings.page_bytes, parts, node.live))
     for pool in pools:
         pool.promises = rules.promise_pools

@@ -149,21 +149,27 @@ class NodeSettings:
             )
         if self.shared_bytes is None:
             return None
-        need = self._bytes_of_one(prompt_tokens)
+        need = self.bytes_of_one(prompt_tokens)
         return (
             None
             if need <= self.shared_bytes
-            else (f"prompt {prompt_tokens} takes up to {need} bytes, more than the {self.shared_bytes} of shared_bytes")
+            else (f"prompt {prompt_tokens} takes {need} bytes, more than the {self.shared_bytes} of shared_bytes")
         )
 
-    def _bytes_of_one(self, prompt_tokens: int) -> int:
-        """The most that one request can keep to itself, the checkpoints on its own hit counted in."""
+    def bytes_of_one(self, prompt_tokens: int) -> int:
+        """What one request's gate can ask of empty shared bytes: all its pages, its slots, and the pages of its window.
+
+        Checkpoints are made of what is left, and those on its own hit are given up for it: but for the one that is
+        copied, which only a prompt of more than a page can have.
+        """
         pages = ceil_pages(prompt_tokens, self.page_size)
         need = pages * (self.page_bytes or 0)
         if self.state_slot_bytes is not None:
-            need += (prompt_tokens // self.page_size + self.slots_of_one) * self.state_slot_bytes
+            copied = 1 if self.copy_on_write and pages == 1 else 0
+            need += (self.slots_of_one - copied) * self.state_slot_bytes
         if self.window_page_bytes is not None:
-            need += min(pages, self.window_pool_pages) * self.window_page_bytes
+            whole = self.chunked_prefill_size is None
+            need += (pages if whole else min(pages, self.window_pages + 1)) * self.window_page_bytes
         return need
 
     @property

@@ -25,7 +25,8 @@ KV = ""
 class SharedBytes(SecondPool, PoolOfPools):
     """`capacity` bytes, of which a KV page of `tree` takes `page_bytes` and a unit of each of `parts` its own number.
 
-    `live` are the admitted requests. Every figure is in bytes.
+    `live` are the admitted requests. Every figure is in bytes. `parts` are asked in turn: first those that a chunk asks
+    for as much, however short it is.
     """
 
     name = "shared_bytes"
@@ -86,6 +87,9 @@ class SharedBytes(SecondPool, PoolOfPools):
     def _cost_of(self, pool: SecondPool) -> int:
         return next(cost for part, cost in self.parts if part is pool)
 
+    def lacking_units(self, pool: SecondPool) -> int:
+        return max(0, 1 - self._room() // self._cost_of(pool))
+
     def may_take(self, pool: SecondPool) -> bool:
         return self._room() >= self._cost_of(pool)
 
@@ -110,6 +114,16 @@ class SharedBytes(SecondPool, PoolOfPools):
 
     def holdable(self, req: Any, start: int, tokens: int) -> int:
         """As much of the chunk as the parts can hold beside all pages that the request will ever take."""
+        room = self._room_for(req, start, tokens)
+        if room < 0:
+            return 0
+        for pool, cost in self.parts:
+            tokens = pool.within(req, start, tokens, room // cost)
+            room -= pool.asked_units(req, start, tokens) * cost
+        return tokens
+
+    def _room_for(self, req: Any, start: int, tokens: int) -> int:
+        """What is left for the parts beside its pages, with what its own hit can give up for it."""
         request = self._live.get(req.rid)
         size = self.tree.page_size
         if request is not None:
@@ -118,13 +132,17 @@ class SharedBytes(SecondPool, PoolOfPools):
             pages = ceil_pages(req.prompt_tokens - req.prefix_tokens, size)
         if not self.promises:
             pages = ceil_pages(start + tokens, size) - ceil_pages(req.prefix_tokens, size)
-        room = self._room(without=req.rid) - pages * self.page_bytes
-        if room < 0:
-            return 0
+        spare = sum(pool.own_spare_units(req) * cost for pool, cost in self.parts)
+        return self._room(without=req.rid) + spare - pages * self.page_bytes
+
+    def make_way(self, req: Any, start: int, tokens: int) -> None:
+        """What is attached to its own hit goes where the bytes are short: a load-back takes its pages next."""
+        asked = sum(pool.asked_units(req, start, tokens) * cost for pool, cost in self.parts)
         for pool, cost in self.parts:
-            tokens = pool.within(req, start, tokens, room // cost)
-            room -= pool.asked_units(req, start, tokens) * cost
-        return tokens
+            spare = pool.own_spare_units(req) * cost
+            lacking = asked + spare - self._room_for(req, start, tokens)
+            if spare and lacking > 0:
+                pool.give_up_own(req, -(-lacking // cost))
 
     def allocate(self, request: Request, chunk: Chunk) -> None:
         """The KV pool and the parts have taken it."""

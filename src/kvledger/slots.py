@@ -106,6 +106,17 @@ class StateSlots(SecondPool):
         spare = [cached for cached in path if cached.serial in self.saved and _inside_refs(cached) == 1]
         return spare[:-1] if self.copy_on_write and spare and spare[-1] is path[-1] else spare
 
+    def own_spare_units(self, req: Any) -> int:
+        return 0 if req.rid in self.live else len(self._own_spare([*req.device_hit, *req.host_hit]))
+
+    def give_up_own(self, req: Any, units: int) -> int:
+        """The last checkpoint of the hit stays: it may become the live state where it lies."""
+        path = [*req.device_hit, *req.host_hit]
+        spare = [cached for cached in self._own_spare(path) if cached is not path[-1]][:units]
+        for cached in spare:
+            self._give_up(cached)
+        return len(spare)
+
     # --- a request's life
 
     def admit(self, request: Request) -> None:
@@ -134,14 +145,20 @@ class StateSlots(SecondPool):
         """Give up as many of the hit's checkpoints as the request lacks; its last one is then its live slot."""
         own_promise = sum(entry.tokens for entry in self.ledger.entries() if entry.request == rid)
         lacking = 1 + self.tracking - (self.rem_units() + own_promise)
+        if self.shared is not None:
+            lacking = max(lacking, self.shared.lacking_units(self))
         for cached in self._own_spare(path)[: max(0, lacking)]:
-            self.given_up += 1
-            slot = self._forget(cached)
-            assert slot is not None
             if cached is path[-1]:
-                return slot
-            self._free([slot])
+                self.given_up += 1
+                return self._forget(cached)
+            self._give_up(cached)
         return None
+
+    def _give_up(self, cached: CachedPage) -> None:
+        slot = self._forget(cached)
+        assert slot is not None, "only what is saved is given up"
+        self.given_up += 1
+        self._free([slot])
 
     def allocate(self, request: Request, chunk: Chunk) -> None:  # noqa: ARG002 - whatever the chunk
         """The slots that the request tracks with, once."""
@@ -181,6 +198,18 @@ class StateSlots(SecondPool):
                 self._free([slot])
             else:
                 self._save(cached, slot)
+        self._make_good(rid, path)
+
+    def _make_good(self, rid: str, path: Sequence[CachedPage]) -> None:
+        """Pages that somebody had cached are the request's now, and their checkpoints can be given up for nobody else:
+        where somebody was promised them, they go."""
+        over = -self.rem_units()
+        if self.shared is not None:
+            over = max(over, self.shared.lacking_units(self) - 1)
+        if over > 0:
+            spare = [cached for cached in self._own_spare(path) if cached is not self._sources.get(rid)]
+            for cached in spare[:over]:
+                self._give_up(cached)
 
     def cover(self, path: Sequence[CachedPage]) -> None:
         for cached in self._at_grid(path):

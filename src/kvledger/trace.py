@@ -207,6 +207,8 @@ def _trace(document: dict[str, Any]) -> Trace:
     if not isinstance(rules, str):
         rules = AccountingRules(**rules)
         _check_rules(rules, node.page_size)
+    if node.ranks:
+        _check_beside_ranks(document["events"])
     reader = _EventReader(node)
     events = tuple(reader.read(index, event) for index, event in enumerate(document["events"]))
     return Trace(node, rules, events, title, dict(document.get("expect", {})))
@@ -257,8 +259,9 @@ def _check_decode(node: NodeSettings) -> None:
         raise _MisfitError(message, "node", "new_token_ratio_percent")
 
 
-NOT_BESIDE_RANKS = ("state_slots",)
-"""What a pipeline's ranks do not have here: a model of it would be a guess."""
+NOT_BESIDE_RANKS = ("state_slots", "window_tokens", "shared_bytes")
+EVENTS_NOT_BESIDE_RANKS = frozenset({"fault", "pin", "unpin", "pause", "resume"})
+"""Keys and events that a pipeline's ranks do not have here: a model of them would be a guess."""
 
 
 def _check_ranks(node: NodeSettings) -> None:
@@ -278,6 +281,13 @@ def _check_ranks(node: NodeSettings) -> None:
         if isinstance(rank.pool_tokens, int) and rank.pool_tokens < node.page_size:
             message = f"{rank.pool_tokens} is below page_size {node.page_size}: the pool would not have one page"
             raise _MisfitError(message, "node", "ranks", number, "pool_tokens")
+
+
+def _check_beside_ranks(events: list[dict[str, Any]]) -> None:
+    for index, event in enumerate(events):
+        if event["event"] in EVENTS_NOT_BESIDE_RANKS:
+            message = f'pipeline ranks are not modelled beside "{event["event"]}", as in events[{index}]'
+            raise _MisfitError(message, "node", "ranks")
 
 
 def _check_rules(rules: AccountingRules, page_size: int) -> None:

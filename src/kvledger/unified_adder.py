@@ -70,6 +70,8 @@ class UnifiedAdder(PrefillAdder):
         self.low_values_first = schedule_low_priority_values_first
         self.preempt_list: list[Any] = []
         self._tree_disabled: bool = getattr(tree_cache, "disable", False) is True
+        if not callable(release):
+            raise ValueError(f"release: {release!r} cannot be called with a request")
         self._release = release
         self._reserve_running()
         whole_number("num_mixed_decode_tokens", num_mixed_decode_tokens, 0)
@@ -212,8 +214,8 @@ class _Output:
         most: Any = getattr(request, "max_new_tokens", None)
         generated: Any = getattr(request, "generated_tokens", None)
         self.ignore_eos: bool = getattr(request, "ignore_eos", False)
-        self.priority: int = getattr(request, "priority", 0)
-        if not (type(most) is type(generated) is int and most >= 0 and generated >= 0):
+        priority: Any = getattr(request, "priority", 0)
+        if not (type(most) is type(generated) is type(priority) is int and 0 <= generated <= most):
             # what is not said under our names may be under SGLang's
             sampling = getattr(request, "sampling_params", None)
             self.ignore_eos = self.ignore_eos or getattr(sampling, "ignore_eos", False)
@@ -222,5 +224,11 @@ class _Output:
             rid = getattr(request, "rid", None)
             whole_number("max_new_tokens", most, 0, of=rid)
             whole_number("generated_tokens", generated, 0, of=rid)
+            if generated > most:
+                raise ValueError(f"generated_tokens of {rid!r}: {generated} is above its max_new_tokens, {most}")
+            if priority is None:  # SGLang's, where nobody sets it
+                priority = 0
+            whole_number("priority", priority, None, of=rid)
         self.max_new_tokens: int = most
         self.generated_tokens: int = generated
+        self.priority: int = priority

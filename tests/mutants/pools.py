@@ -9,6 +9,7 @@ from typing import Any
 from kvledger.adder import Chunk
 from kvledger.ledger import Due
 from kvledger.pool import OutOfPages
+from kvledger.pools import SecondPool
 from kvledger.request import CachedPage, Request
 from kvledger.settings import NodeSettings
 from kvledger.shared import SharedBytes
@@ -233,6 +234,22 @@ class SharedTailForgotten(SharedBytes):
     """A gate forgets the bytes of pages that others will take in later rounds."""
 
     def _promise_rest(self, without: str | None) -> None: ...
+
+
+def _states_in_few_bytes(settings: NodeSettings) -> bool:
+    """Pages and states share less than a prompt of three quarters of the pool takes."""
+    shared = settings.shared_bytes
+    if shared is None or settings.state_slot_bytes is None:
+        return False
+    return settings.bytes_of_one(settings.pool_tokens * 3 // 4) > shared
+
+
+@mutant("promises-covered", "admitted-finishes", narrow=_states_in_few_bytes)
+class OwnCheckpointsKept(SharedBytes):
+    """A request's own checkpoints stay, though they lie in bytes that were promised: to itself, or to somebody else."""
+
+    def lacking_units(self, pool: SecondPool) -> int:
+        return 0
 
 
 @mutant("admitted-finishes", narrow=_sharing, report="#34441")

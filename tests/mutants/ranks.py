@@ -6,11 +6,12 @@ from dataclasses import replace
 
 from kvledger.adder import Chunk, PrefillAdder
 from kvledger.follower import PlanEntry, ReplayingRank, cut_hit
-from kvledger.node import PrefillNode
+from kvledger.node import PrefillNode, Watcher
 from kvledger.pipeline import LeastMemory, PipelineNode, Ranks
 from kvledger.pool import PrefillOutOfMemory
 from kvledger.record import Decision
 from kvledger.request import USUAL_OUTPUT, Output, Prompt, Request
+from kvledger.rules import AccountingRules
 from kvledger.settings import NodeSettings, of_rank
 from kvledger.testing.rank_moves import RANK_SPACE
 from tests.mutants.mutant import ALIGNED, mutant
@@ -125,9 +126,21 @@ class EndedNotInThePlan(PipelineNode):
         return super()._open_books()
 
 
-@mutant("same-batches", rules=ALIGNED, most=4000)
-class DeferralNotSent(ReplayingRank):
-    """Rank 0 puts its half-done request off, the others hear nothing of it and go on with it."""
+class DeferringPipeline(PipelineNode):
+    """A pipeline under rules that defer on a shortage, whatever was drawn."""
+
+    def __init__(self, settings: NodeSettings, rules: AccountingRules, watcher: Watcher | None = None) -> None:
+        super().__init__(settings, replace(rules, on_shortage="defer"), watcher)
+
+
+def _runs_short(settings: NodeSettings) -> bool:
+    """Two chunks and a bit fill the pool, and no request slot is what ends a round."""
+    chunk = settings.chunked_prefill_size
+    return chunk is not None and 2 * settings.pool_tokens <= 5 * chunk and settings.max_running_requests is None
+
+
+class RankDeafToDeferrals(ReplayingRank):
+    """It goes on with what rank 0 has put off."""
 
     def _go_on(self, request: Request, entry: PlanEntry) -> None:
         if entry.kind != "deferred":
@@ -136,6 +149,13 @@ class DeferralNotSent(ReplayingRank):
         most = self.settings.chunked_prefill_size or request.prompt_tokens
         end = min(request.prompt_tokens, request.prefix_tokens + most)
         self.books.join(Chunk(request, "resumed", request.prefix_tokens, end))
+
+
+@mutant("same-batches", rules=ALIGNED, base=DeferringPipeline, narrow=_runs_short)
+class DeferralNotSent(DeferringPipeline):
+    """Rank 0 puts its half-done request off, the others hear nothing of it and go on with it."""
+
+    rank_type = RankDeafToDeferrals
 
 
 @mutant("same-batches", "queue-kept")

@@ -61,7 +61,11 @@ def load_case(path: Path) -> Case:
     """The case in a file. Raises CaseError, and TraceError for its trace."""
     try:
         document = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+    except OSError as error:
+        raise CaseError(f"{path.name}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise CaseError(f"{path.name}: not UTF-8 text") from None
+    except (ValueError, RecursionError) as error:
         raise CaseError(f"{path.name}: not JSON: {error}") from None
     problem = _schema().first_problem(document)
     if problem is not None:
@@ -104,8 +108,10 @@ def with_of(outcome: Outcome) -> dict[str, Any]:
     failure = outcome.failure
     if failure is None:
         return said
-    pool = {} if failure.pool is None else {"pool": failure.pool}
-    return {**said, **pool, "wanted": failure.wanted, "free": failure.free, "evictable": failure.evictable}
+    place: dict[str, Any] = {} if failure.pool is None else {"pool": failure.pool}
+    if failure.rank:
+        place["rank"] = failure.rank
+    return {**said, **place, "wanted": failure.wanted, "free": failure.free, "evictable": failure.evictable}
 
 
 @dataclass(frozen=True, slots=True)

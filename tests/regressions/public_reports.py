@@ -3,7 +3,7 @@
 python -m tests.regressions.public_reports                    # is docs/public-reports.md up to date?
 python -m tests.regressions.public_reports --write            # make it so
 python -m tests.regressions.public_reports --trace N          # a case's trace, for `kvledger replay -`
-python -m tests.regressions.public_reports --draft TRACE [--mutant NAME] [--without RULES]
+python -m tests.regressions.public_reports --draft TRACE -o CASE [--mutant NAME] [--without RULES]
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from kvledger.rules import AccountingRules
-from kvledger.trace import TraceError, dumps, load, parse
+from kvledger.saving import write_whole
+from kvledger.trace import Trace, TraceError, dumps, load, parse
 from tests.mutants.registry import MUTANTS
-from tests.regressions.public_case import FOLDER, ROOT, Case, all_cases, draft, load_case
+from tests.regressions.public_case import FOLDER, ROOT, Case, CaseError, all_cases, draft, load_case
 
 PAPER = ROOT / "docs" / "public-reports.md"
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
@@ -84,29 +86,52 @@ def case_text(document: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def _told() -> list[str]:
-    return [case.name for case in all_cases() if case.trace is not None]
+def _trace_of(name: str) -> Trace:
+    """The trace of a case, by its file's name or by a report's as the table prints it. CaseError if there is none."""
+    path = FOLDER / f"{name}.json"
+    found = [load_case(path)] if path in FOLDER.glob("*.json") else []
+    cases = found or all_cases()
+    wanted = name.lstrip("#")
+    found = found or [case for case in cases if wanted in [each.lstrip("#") for each in case.report.split(", ")]]
+    if not found:
+        known = {each: None for case in cases for each in (case.name, *case.report.split(", "))}
+        raise CaseError(f"--trace: no case is called {name!r}{_like(name, known)}; docs/public-reports.md lists them")
+    if found[0].trace is None:
+        raise CaseError(f"--trace: {name!r} has no trace: {found[0].why_not}")
+    return found[0].trace
 
 
-def _print_draft(path: str, mutant: str | None, without: str | None) -> int:
-    """The case on standard output; what broke, and what it lacks, on standard error. 1: it is no case yet."""
-    try:
-        drafted = draft(load(path), TO_SAY, mutant, _rules_of(without))
-    except TraceError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(case_text(drafted.document), end="")
+def _draft(path: str, output: Path | None, mutant: str | None, without: str | None) -> int:
+    """The case, in `output` or on standard output; what broke, and what it lacks, on standard error. 1: it is no case
+    yet. A file that is there is never written over: what an author has said in a case is nowhere else."""
+    if output is not None and output.exists():
+        raise CaseError(f"-o {output}: it is there already, and is not written over")
+    drafted = draft(load(path), TO_SAY, mutant, _rules_of(without))
+    text = case_text(drafted.document)
+    if output is None:
+        print(text, end="")
+    else:
+        try:
+            write_whole(output, [text])
+        except OSError as error:
+            raise CaseError(f"-o {output}: {error.strerror}") from None
     for line in [*drafted.findings, *([drafted.lacks] if drafted.lacks else [])]:
         print(line, file=sys.stderr)
     return 1 if drafted.lacks else 0
 
 
+def _like(name: str, known: Iterable[str]) -> str:
+    """Names that are like it, in words; nothing if there is none."""
+    like = get_close_matches(name, list(known))
+    return f"; like it: {', '.join(like)}" if like else ""
+
+
 def _mutant(name: str) -> str:
     """A mutant's name, or the ones that are like it in an error of one line."""
     if name not in MUTANTS:
-        like = get_close_matches(name, MUTANTS)
-        near = f"; like it: {', '.join(like)}" if like else ""
-        raise argparse.ArgumentTypeError(f"no mutant is called {name!r}{near}; grep tests/mutants for report= and more")
+        raise argparse.ArgumentTypeError(
+            f"no mutant is called {name!r}{_like(name, MUTANTS)}; grep tests/mutants for report= and more"
+        )
     return name
 
 
@@ -122,19 +147,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0: the paper is up to date, or has been written; 1: it is not; 2: bad input."""
     parser = argparse.ArgumentParser(description="The table of the public reports, and a first draft of a new case.")
     parser.add_argument("--write", action="store_true", help="bring docs/public-reports.md up to date")
-    parser.add_argument("--trace", choices=_told(), metavar="NAME", help="print the trace of this case")
-    parser.add_argument("--draft", metavar="TRACE", help="print a case of this trace, as it comes out today")
+    parser.add_argument("--trace", metavar="NAME", help="print the trace of this case, by its file's name or report")
+    parser.add_argument("--draft", metavar="TRACE", help="make a case of this trace, as it comes out today")
+    parser.add_argument("-o", type=Path, metavar="CASE", dest="output", help="a new file for it (default: print it)")
     parser.add_argument("--mutant", type=_mutant, metavar="NAME", help="the fault, where it is no switch")
     parser.add_argument("--without", metavar="RULES", help="the rules without it, if not tail-reserved: name or JSON")
     options = parser.parse_args(arguments)
-    if options.draft is not None:
-        return _print_draft(options.draft, options.mutant, options.without)
-    if options.trace is not None:
-        trace = load_case(FOLDER / f"{options.trace}.json").trace
-        assert trace is not None, "only cases with a trace are offered"
-        print(dumps(trace), end="")
-        return 0
-    text = paper_with(table(all_cases()))
+    if options.output is not None and options.draft is None:
+        parser.error("-o: only a draft is written to a file")
+    try:
+        if options.draft is not None:
+            return _draft(options.draft, options.output, options.mutant, options.without)
+        if options.trace is not None:
+            print(dumps(_trace_of(options.trace)), end="")
+            return 0
+        text = paper_with(table(all_cases()))
+    except (CaseError, TraceError) as error:
+        print(error, file=sys.stderr)
+        return 2
     if options.write:
         PAPER.write_text(text, "utf-8")
     return 0 if text == PAPER.read_text("utf-8") else 1

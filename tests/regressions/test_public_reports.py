@@ -10,7 +10,7 @@ import pytest
 
 from kvledger.trace import TraceError, dumps
 from tests.mutants.reports import REPORTS, restated
-from tests.regressions import public_reports
+from tests.regressions import public_case, public_reports
 from tests.regressions.public_case import FOLDER, Case, CaseError, all_cases, load_case, with_of, without_of
 
 CASES = all_cases()
@@ -164,6 +164,79 @@ def test_a_draft_that_is_no_case_yet(
 def test_a_draft_of_no_trace_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert public_reports.main(["--draft", str(tmp_path / "none.json")]) == 2
     assert "none.json" in capsys.readouterr().err
+
+
+def test_a_draft_goes_to_a_new_file_and_never_over_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = tmp_path / "kept.json"
+    trace = _document("36344")["trace"]
+    assert _drafted(trace, "-o", str(kept), tmp_path=tmp_path) == 0
+    assert not capsys.readouterr().out
+    written = kept.read_text("utf-8")
+    assert load_case(kept).report == public_reports.TO_SAY
+    assert _drafted(trace, "-o", str(kept), tmp_path=tmp_path) == 2
+    assert capsys.readouterr().err.splitlines() == [f"-o {kept}: it is there already, and is not written over"]
+    assert kept.read_text("utf-8") == written
+    assert _drafted(trace, "-o", str(tmp_path / "none" / "x.json"), tmp_path=tmp_path) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.fixture
+def broken_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The kept cases, and one whose file is empty, as a shell leaves it that was to write a draft there."""
+    folder = tmp_path / "public"
+    folder.mkdir()
+    for case in FOLDER.glob("*.json"):
+        (folder / case.name).write_bytes(case.read_bytes())
+    (folder / "36344.json").write_bytes(b"")
+    for module in (public_case, public_reports):
+        monkeypatch.setattr(module, "FOLDER", folder)
+    return folder
+
+
+@pytest.mark.usefixtures("broken_folder")
+def test_a_case_that_is_none_is_in_nobodys_way_who_does_not_ask_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _drafted(_document("5081")["trace"], "--mutant", "chunk-charged-raw-without-page", tmp_path=tmp_path) == 0
+    assert public_reports.main(["--trace", "5081"]) == 0
+    assert capsys.readouterr().out.count("kvledger-trace/1") == 2
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--write"], ["--trace", "36344"], ["--trace", "#36344"], ["--trace", "nobody"]]
+)
+@pytest.mark.parametrize("content", [b"", b"\xff", b"[", b"{}", b'{"format": "kvledger-case/1"}'])
+def test_a_case_that_is_none_is_one_line_in_every_mode(
+    options: list[str], content: bytes, broken_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (broken_folder / "36344.json").write_bytes(content)
+    before = public_reports.PAPER.read_text("utf-8")
+    assert public_reports.main(options) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("36344.json: ")
+    assert public_reports.PAPER.read_text("utf-8") == before
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_a_trace_is_found_as_the_table_prints_it(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    assert case.trace is not None
+    for name in (case.name, *case.report.split(", ")):
+        assert public_reports.main(["--trace", name]) == 0
+        assert capsys.readouterr().out == dumps(case.trace)
+
+
+def test_a_trace_that_is_not_there_has_near_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert public_reports.main(["--trace", "vllm#45389"]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("--trace: no case is called 'vllm#45389'; like it: vllm#45388") and line.count("\n") == 1
+
+
+def test_a_draft_says_on_which_rank_it_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = FOLDER.parent / "ranks-smaller-rank-not-asked.json"
+    assert public_reports.main(["--draft", str(kept), "-o", str(tmp_path / "x.json")]) == 0, capsys.readouterr().err
+    case = load_case(tmp_path / "x.json")
+    assert case.with_fault is not None and case.with_fault["rank"] == 1
+    assert with_of(case.run_with()) == case.with_fault
 
 
 def test_a_draft_of_no_mutant_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

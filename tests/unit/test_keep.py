@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,3 +79,60 @@ def test_shrink_does_not_overwrite_its_input(tmp_path: Path, capsys: pytest.Capt
     assert main(["shrink", str(path), "-o", str(path)]) == 2
     assert "a file of its own is written" in capsys.readouterr().err
     assert path.read_text() == Path(INCIDENT).read_text()
+
+
+PIN = {"event": "pin", "name": "p", "prompt": [["c", 4]]}
+
+
+def _lost(line: str) -> list[str]:
+    head, tail = "dropped as not needed: ", "; kvledger fixture --whole keeps the trace as it is"
+    assert line.startswith(head) and line.endswith(tail)
+    return line.removeprefix(head).removesuffix(tail).split(", ")
+
+
+@pytest.mark.parametrize("command", ["shrink", "fixture"])
+@pytest.mark.parametrize(
+    ("node", "rules", "events", "lost"),
+    [
+        ({}, {}, [{"event": "fault", "kind": "skip-insert", "request": "A"}], ["fault skip-insert"]),
+        ({}, {}, [PIN, {"event": "pause"}, {"event": "resume"}], ["pin", "pause"]),
+        ({"state_slots": 9}, {}, [], ["state_slots"]),
+        (
+            {
+                "window_tokens": 4,
+                "window_pool_tokens": 64,
+                "shared_bytes": 999,
+                "page_bytes": 1,
+                "window_page_bytes": 1,
+            },
+            {},
+            [],
+            ["window_tokens", "shared_bytes"],
+        ),
+        ({"ranks": [{}]}, {"rank_view": "own"}, [], ["ranks", 'rules rank_view: "own"']),
+        ({"mode": "unified"}, {"decode_yields": False}, [], ["decode", "rules decode_yields: false"]),
+        ({}, {"promise_pools": False}, [], ["rules promise_pools: false"]),
+        ({}, {}, [], []),
+    ],
+)
+def test_what_may_have_been_the_cause_and_is_gone_is_said(
+    command: str,
+    node: dict[str, Any],
+    rules: dict[str, Any],
+    events: list[dict[str, Any]],
+    lost: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    document = json.loads((REGRESSIONS / CANONICAL).read_text())
+    *submits, drain = document["events"]
+    changed = {"node": document["node"] | node, "rules": {"reserve_tail": False} | rules, "expect": {}}
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(document | changed | {"events": [*submits, *events, drain]}))
+    place = ["--save", str(tmp_path / "kept")] if command == "fixture" else []
+    assert main([command, str(path), *place]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("dropped")]
+    assert [_lost(line) for line in lines] == ([lost] if lost else [])
+    if command == "fixture":
+        assert main([command, str(path), "--whole", *place]) == 0
+        assert not capsys.readouterr().err

@@ -57,6 +57,7 @@ HELPERS = {
     "checks_state": "invariants",
     "saving": "trace",
     "schema": "trace",
+    "shrink_lost": "shrink",
     "shrink_passes": "shrink",
     "shrink_worlds": "shrink",
     "diagnose_history": "diagnose",

@@ -100,6 +100,12 @@ def test_each_stage_has_a_slot_however_few_there_are() -> None:
     assert parse(document(pp_size=3, max_running_requests=1), "t").node.request_slots == 1
 
 
+def inserted(event: dict[str, Any]) -> dict[str, Any]:
+    whole = document()
+    whole["events"].insert(1, event)
+    return whole
+
+
 def changed(index: int, **keys: Any) -> dict[str, Any]:
     whole = document()
     whole["events"][index].update(keys)
@@ -113,7 +119,28 @@ def changed(index: int, **keys: Any) -> dict[str, Any]:
             document(mode="unified"),
             'node.ranks: pipeline ranks are modelled on a prefill node only, not with "mode": "un',
         ),
-        (document(state_slots=3), "node.ranks: pipeline ranks are not modelled beside state_slots"),
+        *(
+            (document(**keys), f"node.ranks: pipeline ranks are not modelled beside {next(iter(keys))}")
+            for keys in (
+                {"state_slots": 3},
+                {"window_tokens": 4, "window_pool_tokens": 16},
+                {"shared_bytes": 99, "page_bytes": 1, "window_page_bytes": 1},
+                {"state_slots": 3, "tracking_slots": 1, "copy_on_write": True},
+            )
+        ),
+        *(
+            (
+                inserted(event),
+                f'node.ranks: pipeline ranks are not modelled beside "{event["event"]}", as in events[1]',
+            )
+            for event in (
+                {"event": "fault", "kind": "load-late", "request": "A", "rounds": 1},
+                {"event": "pin", "name": "p", "prompt": [["a", 4]]},
+                {"event": "unpin", "name": "p"},
+                {"event": "pause"},
+                {"event": "resume"},
+            )
+        ),
         (document(pp_size=2, max_running_requests=4), "node.pp_size: 2 stages are not the 3 ranks that the node has"),
         (
             document(page_size=8, checkpoint_align=8, chunked_prefill_size=8, ranks=[{"pool_tokens": 7}]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,11 +155,60 @@ def test_idle_pages_make_room_for_slots() -> None:
 
 
 def test_a_prompt_that_could_never_fit_the_bytes_is_refused_at_submit() -> None:
-    settings = small(state_slots=9, shared_bytes=60, page_bytes=10, state_slot_bytes=10)
+    settings = small(state_slots=9, shared_bytes=60, page_bytes=10, state_slot_bytes=11)
     run = ran(settings, Submit("a", prompt(("a", 80))))
-    ((rid, reason),) = run.outcome.rejected_at_submit
-    assert rid == "a"
-    assert "shared_bytes" in reason
+    assert run.outcome.rejected_at_submit == [("a", "prompt 80 takes 61 bytes, more than the 60 of shared_bytes")]
+
+
+STATES = {"state_slots": 12, "state_slot_bytes": 7}
+WINDOW = {"window_tokens": 40, "window_pool_tokens": 160, "window_page_bytes": 3}
+
+
+@pytest.mark.parametrize("chunk", [None, 16, 48])
+@pytest.mark.parametrize("host_tokens", [0, None, 48])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        STATES,
+        STATES | {"tracking_slots": 2},
+        STATES | {"copy_on_write": True},
+        STATES | {"tracking_slots": 1, "copy_on_write": True} | WINDOW,
+        WINDOW,
+        STATES | WINDOW,
+    ],
+)
+def test_whoever_fits_the_bytes_exactly_comes_to_an_end(
+    parts: dict[str, Any], host_tokens: int | None, chunk: int | None
+) -> None:
+    """Alone, and then on what its like has left: pages, and a checkpoint at each of them."""
+    plain = small(
+        chunked_prefill_size=chunk, checkpoint_align=16, host_tokens=host_tokens, shared_bytes=10**6, page_bytes=5
+    )
+    roomy = replace(plain, **parts)
+    for tokens in (5, 16, 17, 33, 100, 140):
+        exact = replace(roomy, shared_bytes=max(roomy.bytes_of_one(tokens), roomy.bytes_of_one(1)))
+        first = prompt(("p", tokens - 1), ("a", 1))
+        likes = (Submit("a", first), Drain(), Submit("b", prompt(("p", tokens))), Drain(), Submit("c", first), Drain())
+        for before in ((), (Cached("device", first),), (Cached("host", first),) if host_tokens is None else ()):
+            run = ran(exact, *before, *likes)
+            assert (run.outcome.verdict, run.outcome.broken, run.outcome.rejected_at_submit) == ("ok", [], [])
+        if tokens > 17:
+            tighter = replace(exact, shared_bytes=roomy.bytes_of_one(tokens) - 1)
+            assert [rid for rid, _ in ran(tighter, *likes).outcome.rejected_at_submit] == ["a", "b", "c"]
+
+
+def test_shared_bytes_and_a_prompt_far_below_them_as_a_serving_node_has_them() -> None:
+    """A checkpoint for each of its 157 pages would not fit: it makes 39 of them, as far as there is room."""
+    settings = replace(
+        small(state_slots=64, shared_bytes=8 * 10**9, page_bytes=2_359_296, state_slot_bytes=60_000_000),
+        page_size=64,
+        checkpoint_align=256,
+        chunked_prefill_size=2048,
+        pool_tokens=131_072,
+        host_tokens=0,
+    )
+    run = ran(settings, Submit("a", prompt(("a", 10_000))), Drain())
+    assert (run.outcome.verdict, run.outcome.rejected_at_submit) == ("ok", [])
 
 
 # --- a refusal, an end
@@ -207,6 +257,11 @@ def test_a_plain_node_has_none() -> None:
         ({"shared_bytes": 10, "page_bytes": 1}, "shared_bytes"),
         ({"shared_bytes": 10, "page_bytes": 1, "state_slot_bytes": 1}, "state_slot_bytes"),
         ({"shared_bytes": 10, "page_bytes": 1, "window_page_bytes": 1}, "window_page_bytes"),
+        ({"shared_bytes": 5, "page_bytes": 3, "state_slot_bytes": 3, "state_slots": 2}, "shared_bytes"),
+        (
+            {"shared_bytes": 4, "page_bytes": 3, "window_page_bytes": 2, "window_tokens": 1, "window_pool_tokens": 99},
+            "shared_bytes",
+        ),
     ],
 )
 def test_keys_that_do_not_fit_each_other_are_bad_input(keys: dict[str, object], key: str) -> None:

@@ -379,3 +379,43 @@ def test_a_refusal_of_nonsense_leaves_no_lock() -> None:
     refusal(lambda: on.add_one_req(Req("x", 5, prompt_tokens=9, generated_tokens=-1)))
     assert cache.inc_lock_ref.call_count == cache.dec_lock_ref.call_count == 1
     assert list(on.memory.entries()) == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "says"),
+    [
+        (Req("a", 3, prompt_tokens=9, generated_tokens=4), "generated_tokens of 'a': 4 is above its max_new_tokens, 3"),
+        (Req("a", 3, prompt_tokens=9, priority="x"), "priority of 'a': 'x' is not a whole number"),  # type: ignore[arg-type]
+        (Req("a", 3, prompt_tokens=9, priority=0.5), "priority of 'a': 0.5 is not a whole number"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_a_request_says_of_itself_and_cannot_be(request_: Req, says: str) -> None:
+    """Of a candidate, whichever way it comes, and of a running one; nothing is promised or locked."""
+    for ask in ("add_one_req", "add_chunked_req", "preempt_to_schedule"):
+        on = adder(Pool(225), THREE)
+        assert refusal(lambda: getattr(on, ask)(request_)) == says  # noqa: B023 - called at once
+        assert on.rem_total_token_offset == 225 and not on.can_run_list
+    assert refusal(lambda: adder(Pool(225), [request_])) == says
+
+
+@pytest.mark.parametrize("lacking", ["rid", "prompt_tokens", "prefix_tokens", "host_hit_tokens"])
+@pytest.mark.parametrize("ask", ["add_one_req", "add_chunked_req", "preempt_to_schedule"])
+def test_a_request_without_what_each_has(lacking: str, ask: str) -> None:
+    whole = {"rid": "a", "prompt_tokens": 4, "prefix_tokens": 0, "host_hit_tokens": 0, "max_new_tokens": 1}
+    request = SimpleNamespace(**{key: value for key, value in whole.items() if key != lacking})
+    text = refusal(lambda: getattr(adder(Pool(225), THREE), ask)(request))
+    assert text.startswith(f"{lacking} of ") and text.endswith(": it has none, and each request needs one")
+
+
+@pytest.mark.parametrize("release", [None, 5, "free"])
+def test_a_release_that_cannot_be_called(release: Any) -> None:
+    pool = Pool(225)
+    text = refusal(lambda: UnifiedAdder(1, pool, pool, THREE, release=release))
+    assert text == f"release: {release!r} cannot be called with a request"
+
+
+def test_a_priority_that_nobody_has_set_is_zero() -> None:
+    running = [Req("run1", 50, priority=None)]  # type: ignore[arg-type]
+    on = adder(Pool(50), running)
+    assert on.preempt_to_schedule(Req("new", 49, priority=1))
+    assert not adder(Pool(50), running).preempt_to_schedule(Req("new", 49))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from kvledger.commands import Shell, add_trace_options, chosen_rules, shown_path
 from kvledger.schema import escaped
 from kvledger.shrink import NothingToShrink, Shrunk, shrink
+from kvledger.shrink_lost import lost_causes
 from kvledger.trace import Trace, dumps, write
 
 
@@ -28,6 +30,8 @@ def add_shrink(commands: Any, shell: Shell) -> None:
         if options.output in ("-", options.traces[0]):
             raise shell.error(f"shrink: -o {escaped(options.output, 100)}: a file of its own is written")
         trace = shell.read(options.traces[0])
+        if options.rules is not None:
+            trace = trace.with_rules(options.rules)
         try:
             shrunk = shrink(trace, rules=chosen_rules(options), target=options.target)
         except NothingToShrink as error:
@@ -38,6 +42,7 @@ def add_shrink(commands: Any, shell: Shell) -> None:
         else:
             _save(options.output, shrunk.trace, shell)
         print(_effort(trace, shrunk), file=sys.stderr)
+        _say_what_was_lost(lost_causes(trace, shrunk.trace))
         return 0
 
     parser.set_defaults(run=run)
@@ -71,6 +76,7 @@ def add_fixture(commands: Any, shell: Shell) -> None:
             place = shown_path(str(error.filename or options.save))
             raise shell.error(f"fixture: {place}: {escaped(error.strerror or 'cannot be written', 80)}") from None
         shell.write("\n".join(failure.lines) + "\n")
+        _say_what_was_lost(failure.lost)
         return 0
 
     parser.set_defaults(run=run)
@@ -82,6 +88,13 @@ def _save(path: str, trace: Trace, shell: Shell) -> None:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "not a file name"
         raise shell.error(f"{shown_path(path)}: {escaped(reason, 80)}") from None
+
+
+def _say_what_was_lost(causes: Sequence[str]) -> None:
+    """The same invariant is broken by less: which may be another cause than the one that was of interest."""
+    if causes:
+        line = f"dropped as not needed: {', '.join(causes)}; kvledger fixture --whole keeps the trace as it is"
+        print(line, file=sys.stderr)
 
 
 def _effort(trace: Trace, shrunk: Shrunk) -> str:

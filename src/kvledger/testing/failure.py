@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvledger.diagnose import diagnose
@@ -11,17 +11,20 @@ from kvledger.monitor import checked_replay
 from kvledger.replay import TargetFactory
 from kvledger.report.explained import explanation_lines
 from kvledger.shrink import NothingToShrink, shrink
+from kvledger.shrink_lost import lost_causes
 from kvledger.testing.fixtures import fixture_name, save_fixture
 from kvledger.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The invariant, the fixture that shows it, and the explanation, line by line."""
+    """The invariant, the fixture that shows it, and the explanation, line by line. `lost`: what may have been the cause
+    in the trace as it was, and is not in the fixture (see `shrink_lost`)."""
 
     invariant: str
     path: Path
     lines: tuple[str, ...]
+    lost: tuple[str, ...] = ()
 
 
 def explain_failure(
@@ -43,7 +46,8 @@ def explain_failure(
         return _kept(trace, outcome.broken[0].invariant, "Kept as it is.", folder, target)
     shrunk = shrink(trace, target=target, invariant=invariant)
     effort = f"Shrunk from {len(trace.events)} events to {len(shrunk.trace.events)} in {shrunk.evaluations:,} replays."
-    return _kept(shrunk.trace, shrunk.invariant, effort, folder, target)
+    failure = _kept(shrunk.trace, shrunk.invariant, effort, folder, target)
+    return replace(failure, lost=lost_causes(trace, shrunk.trace))
 
 
 def explain_unrepeatable(

@@ -79,7 +79,7 @@ def _with_shared(node: NodeSettings, weight: int, part: int) -> NodeSettings:
         window_page_bytes=None if node.window_tokens is None else unit_bytes,
     )
     whole = node.pool_pages * page_bytes + ((node.state_slots or 0) + node.window_pool_pages) * unit_bytes
-    return replace(node, shared_bytes=max(1, whole * (4, 3, 2, 5, 6, 7)[part] // 6))
+    return replace(node, shared_bytes=max(node.bytes_of_one(1), whole * (4, 3, 2, 5, 6, 7)[part] // 6))
 
 
 POOLS = Dimension("pools", DOMAINS, extend, BRANCHES, has=lambda node: not node.ranks)
