@@ -660,13 +660,18 @@ class Replay:
     def _has_work(self) -> bool:
         return ask(lambda: self.target.has_work)
 
+    @property
+    def most_prefill_rounds(self) -> int:
+        """More than the prefills of all that was submitted need, if nobody begins again."""
+        pages = sum(ceil_pages(prompt.tokens, self.settings.page_size) for prompt in self.prompts.values())
+        return 2 * pages + 3 * len(self.prompts) + self._late_rounds + 1
+
     def _drain_bound_rounds(self) -> int:
         """Each round runs a chunk, completes a transfer or decodes, and two chunks cover at least a page.
 
         Where requests are sent back to the queue each may have to begin again behind every other one.
         """
-        pages = sum(ceil_pages(prompt.tokens, self.settings.page_size) for prompt in self.prompts.values())
-        bound = 2 * pages + 3 * len(self.prompts) + self._late_rounds + 1
+        bound = self.most_prefill_rounds
         if self.settings.mode == "prefill" and "optimistic" not in self.target.capabilities:
             return bound
         return (bound + sum(output.max_new_tokens for output in self.outputs.values())) * (len(self.prompts) + 1)
