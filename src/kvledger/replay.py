@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ParamSpec, Protocol, TypeVar, cast, runtime_checkable
 
 from kvledger.arithmetic import ceil_pages
@@ -250,6 +250,8 @@ def round_document(record: RoundRecord) -> dict[str, Any]:
     told: dict[str, Any] = {name: list(requests) for name in ROUND_FACTS if (requests := getattr(record, name))}
     if record.ranks:
         told["ranks"] = [_rank_document(rank) for rank in record.ranks]
+    if record.pools:
+        told["pools"] = [asdict(pool) for pool in record.pools]
     if record.struck:
         told["struck"] = [{"fault": kind, "request": request} for kind, request in record.struck]
     if record.aborted:
@@ -268,8 +270,7 @@ def round_document(record: RoundRecord) -> dict[str, Any]:
             for d in record.joined
         ],
         "refused": [
-            {"request": d.request, "reason": str(d.reason), **({"pool": d.short_of} if d.short_of else {})}
-            for d in record.refused
+            {"request": d.request, "reason": str(d.reason), **_shortage(d)} for d in record.refused
         ],
         "promises": [
             {"request": p.request, "kind": p.kind, "tokens": p.tokens, "due": str(p.due)} for p in record.promises
@@ -278,6 +279,14 @@ def round_document(record: RoundRecord) -> dict[str, Any]:
         "evictable": record.evictable,
         "protected": record.protected,
     }
+
+
+def _shortage(refused: Decision) -> dict[str, Any]:
+    """The second pool that refused it, with what was wanted and left in its units where the target tells."""
+    told: dict[str, Any] = {"pool": refused.short_of} if refused.short_of else {}
+    if refused.short_units is not None:
+        told["wanted"], told["left"] = refused.short_units
+    return told
 
 
 def _rank_document(rank: RankRound) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from kvledger.events import (
     Round,
     Submit,
 )
+from kvledger.monitor import checked_replay
 from kvledger.replay import replay
 from kvledger.report import Replayed
 from kvledger.report.explained import explanation_lines, round_notes
@@ -29,7 +30,7 @@ from kvledger.report.recording import record
 from kvledger.report.side_by_side import first_difference, side_by_side_lines
 from kvledger.report.waterfall_text import BAR_COLUMNS, bar_columns, waterfall_lines
 from kvledger.rules import PRESETS, AccountingRules
-from kvledger.trace import Trace, write
+from kvledger.trace import Trace, load, write
 from tests.unit.builders import INCIDENT, INCIDENT_NODE, node_settings, prompt
 
 INCIDENT_TRACE = Trace(INCIDENT_NODE, "aligned", INCIDENT, "Post-mortem")
@@ -334,3 +335,25 @@ def test_hostile_names_neither_steer_nor_flood_a_terminal(
 def test_a_short_name_keeps_to_its_columns(name: str, columns: int) -> None:
     assert width(short_name(name, columns)) <= columns
     assert short_name("1keim", columns) == "1keim"
+
+
+def test_a_rank_that_ran_out_is_shown_with_its_own_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The pictures are rank 0's: whatever the trace, what is said of another rank is that rank's record."""
+    checked = 0
+    for path in sorted((Path(__file__).parents[1] / "regressions").glob("ranks-*.json")):
+        trace = load(str(path))
+        for name, rules in PRESETS.items():
+            failure = checked_replay(trace, rules).failure
+            if failure is None or not failure.rank:
+                continue
+            main(["explain", str(path), "--rules", name])
+            words = " ".join(capsys.readouterr().out.split())
+            figures = f"the KV pool of rank {failure.rank} in round"
+            assert f"ran out {figures}" in words
+            assert f": free {failure.free} + evictable {failure.evictable}," in words
+            main(["report", str(path), "--rules", name, "-o", str(tmp_path / "page.html")])
+            assert f"Ran out: {figures}" in (tmp_path / "page.html").read_text(encoding="utf-8")
+            checked += 1
+    assert checked >= 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvledger.adder import AddReqResult
 from kvledger.events import Submit
 from kvledger.ledger import Due, Promise
-from kvledger.record import AllocationFailure, Decision, RankRound, RoundRecord, amount
+from kvledger.record import AllocationFailure, Decision, PoolRound, RankRound, RoundRecord, amount
 from kvledger.replay import Broken, Outcome
 from kvledger.report.experiment import size_word
 from kvledger.report.plain import counted, named, padded, plain, width, wrapped
@@ -121,6 +121,8 @@ def round_lines(record: RoundRecord, broken: Sequence[Broken], layout: Layout) -
     if record.failure is not None:
         lines += wrapped(f"  OUT OF MEMORY: {failure_words(record.failure)}", 12)
     lines += wrapped(f"  after     {_after(record, layout.host)}", 12)
+    for pool in record.pools:
+        lines += wrapped(f"  pool      {pool_words(pool)}", 12)
     for rank in record.ranks:
         lines += wrapped(f"  rank {rank.rank:<4} {rank_words(rank, record)}", 12)
     if broken:
@@ -163,7 +165,8 @@ def notes_of(decision: Decision, layout: Layout) -> list[str]:
     """What else there is to say of a decision: what it lacks, leaves, loads and locks."""
     lock = decision.newly_locked_tokens
     if decision.short_of is not None:
-        return [f"short of {decision.short_of}"]
+        wanted = decision.short_units
+        return [f"short of {decision.short_of}{f': needs {wanted[0]}, {wanted[1]} left' if wanted else ''}"]
     if decision.reason is AddReqResult.NO_TOKEN:
         need = decision.prompt_tokens - decision.prefix_tokens + decision.output_tokens + layout.page_size
         lacks = "not all could come to their ends" if decision.request in layout.simulated else f"needs {need}"
@@ -293,6 +296,11 @@ def _after(record: RoundRecord, host: bool) -> str:
         *moves_of(record, host),
     ]
     return "; ".join(words)
+
+
+def pool_words(pool: PoolRound) -> str:
+    """A second pool's figures in a round: what it has left, and what of it is promised."""
+    return f"{pool.name}: free {pool.free}, evictable {pool.evictable}, promised {pool.promised} ({pool.unit}s)"
 
 
 def rank_words(rank: RankRound, record: RoundRecord) -> str:
