@@ -344,16 +344,17 @@ def test_a_rank_that_ran_out_is_shown_with_its_own_figures(
     checked = 0
     for path in sorted((Path(__file__).parents[1] / "regressions").glob("ranks-*.json")):
         trace = load(str(path))
-        for name, rules in PRESETS.items():
+        for name, rules in ((None, trace.accounting_rules), *PRESETS.items()):
+            chosen = ["--rules", name] if name else []
             failure = checked_replay(trace, rules).failure
             if failure is None or not failure.rank:
                 continue
-            main(["explain", str(path), "--rules", name])
+            main(["explain", str(path), *chosen])
             words = " ".join(capsys.readouterr().out.split())
             figures = f"the KV pool of rank {failure.rank} in round"
             assert f"ran out {figures}" in words
             assert f": free {failure.free} + evictable {failure.evictable}," in words
-            main(["report", str(path), "--rules", name, "-o", str(tmp_path / "page.html")])
+            main(["report", str(path), *chosen, "-o", str(tmp_path / "page.html")])
             assert f"Ran out: {figures}" in (tmp_path / "page.html").read_text(encoding="utf-8")
             checked += 1
     assert checked >= 1
