@@ -143,9 +143,8 @@ class PrefillNode(ExposedMemory):
         except PrefillOutOfMemory as error:
             failure = error
         facts = ledger_facts(adder)
-        if failure is None:
-            if self.withdraw(adder):
-                self.watcher.withdrew()
+        if failure is None and self.withdraw(adder):
+            self.watcher.withdrew()
         self._promised_units = {pool.name: pool.owed_units(None) for pool in self.pools}
         if failure is None:
             failure = self._allocate_batch(adder)
@@ -184,6 +183,7 @@ class PrefillNode(ExposedMemory):
             failure=None if failure is None else failure_of(failure),
             loading=self.on_the_way(),
             struck=tuple(self.struck),
+            paused=self.paused,
             pools=tuple(pool.told(self._promised_units.get(pool.name, 0)) for pool in self.pools if pool.limited),
             **facts,
         )

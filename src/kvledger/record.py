@@ -32,8 +32,8 @@ class Decision:
 
     [start, end) is the chunk (empty for a refusal); `prefix_tokens` the device hit, of which `newly_locked_tokens`
     were evictable until this request's lock; `load_back` what was copied up from the host at once. `short_of` names
-    the second pool that refused, where it was not the KV pool, and `short_units` what was wanted of it and what was left.
-    `output_tokens`: what the gate counts on of its output.
+    the second pool that refused, where it was not the KV pool, and `short_units` what was wanted of it and what was
+    left. `output_tokens`: what the gate counts on of its output.
     `chunk_limit`: what the half-done one may compute at most, because the rest of the budget is kept for shorter ones.
     `rank_hits`: (`prefix_tokens`, `newly_locked_tokens`) on each replaying rank, where the gate asked them too.
     "loading" is admitted and runs when its load is there: with a `load_back` in the round that admits it, without one
@@ -148,7 +148,7 @@ class RoundRecord:
     pool had no slots for everybody's next token, `preempted` to make way for a more important one; nobody is in both.
     `aborted` ones could not go on, each with the reason: they may have gone back first. `struck` are the faults that
     did, each with its request. `ranks` are the pipeline ranks that replayed it; all else is the deciding rank's.
-    `pools` are the second pools that have a limit, where there are any.
+    `pools` are the second pools that have a limit, where there are any. A `paused` one did nothing.
     """
 
     round: int
@@ -177,6 +177,7 @@ class RoundRecord:
     ranks: tuple[RankRound, ...] = ()
     struck: tuple[tuple[str, str], ...] = ()
     pools: tuple[PoolRound, ...] = ()
+    paused: bool = False
 
     @property
     def joined(self) -> tuple[Decision, ...]:
@@ -188,6 +189,12 @@ class RoundRecord:
     def withdrawn(self) -> tuple[str, ...]:
         """Requests that were given up between the decision about them and its allocation."""
         return tuple(rid for kind, rid in self.struck if kind == "abort-decided") if self.struck else ()
+
+    @property
+    def open_promises(self) -> tuple[Promise, ...]:
+        """The `promises`, but for those that went with their requests before anything was allocated."""
+        gone = self.withdrawn
+        return tuple(each for each in self.promises if each.request not in gone) if gone else self.promises
 
     @property
     def refused(self) -> tuple[Decision, ...]:

@@ -337,9 +337,7 @@ def test_a_short_name_keeps_to_its_columns(name: str, columns: int) -> None:
     assert short_name("1keim", columns) == "1keim"
 
 
-def test_a_rank_that_ran_out_is_shown_with_its_own_figures(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_ran_out_is_shown_with_its_own_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The pictures are rank 0's: whatever the trace, what is said of another rank is that rank's record."""
     checked = 0
     for path in sorted((Path(__file__).parents[1] / "regressions").glob("ranks-*.json")):

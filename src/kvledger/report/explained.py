@@ -26,7 +26,7 @@ def explanation_lines(diagnosis: Diagnosis) -> list[str]:
         if diagnosis.broken_promise is None:
             preempted = any(record.rolled_back for record in diagnosis.outcome.rounds)
             kept = "none that it keeps: it preempted what it had admitted"
-            parts.append(("promises", kept if preempted else "nothing that was admitted went short"))
+            parts.append(("promises", kept if preempted else _none_broken(diagnosis.outcome)))
         else:
             parts += _promise_parts(diagnosis, diagnosis.broken_promise)
         short = shortage_words(diagnosis.outcome, diagnosis.broken_promise, diagnosis.spent_by)
@@ -35,6 +35,13 @@ def explanation_lines(diagnosis: Diagnosis) -> list[str]:
         if diagnosis.switched:
             parts.append(("avoided by", _avoided(diagnosis)))
     return [line for label, words in parts for line in wrapped(f"{label:<{_LABEL_COLUMNS}}{words}", _LABEL_COLUMNS)]
+
+
+def _none_broken(outcome: Outcome) -> str:
+    """No memory was short; where an admitted prompt was ended all the same, a promise of another kind was broken."""
+    if any(each.invariant == "admitted-finishes" for each in outcome.broken):
+        return "no memory ran short, and an admitted prompt was ended before its prefill was done"
+    return "nothing that was admitted went short"
 
 
 def round_notes(diagnosis: Diagnosis) -> list[tuple[int, str]]:

@@ -29,6 +29,7 @@ _HOW = {
     "forced": "a forced chunk of {}",
     "decode": "decode growing by {}",
     "hold": "a hold of {}",
+    "pin": "a pin on {}",
     "leak": "a leak of {}",
 }
 
@@ -64,7 +65,7 @@ def explain(recording: Recording) -> Explanation:
         promise, spent = (breach.promise, breach.spent_by) if breach is not None else (None, ())
     lead = _lead(promise, spent, outcome) if promise is not None else _first_broken(outcome)
     short = shortage_words(outcome, promise, spent)
-    details = [*([["Ran out: ", *short, "."]] if short is not None else [])]
+    details: list[Words] = [] if short is None else [["Ran out: ", *short, "."]]
     details += [*_unwritten(recording, promise), *_reason(outcome)]
     details += _diagnosed(diagnosis) if diagnosis is not None else [_too_long(outcome)]
     return Explanation(
