@@ -258,7 +258,7 @@ def test_the_smallest_traces_break_a_promise_that_the_explanation_names(
 
 @pytest.mark.parametrize("path", SMALLEST, ids=lambda path: path.stem)
 def test_a_replay_shows_each_pools_figures_and_what_a_refusal_lacked(
-    path: Path, capsys: pytest.CaptureFixture[str]
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = load(path)
     for rules in ("tail-reserved", None):
@@ -267,12 +267,18 @@ def test_a_replay_shows_each_pools_figures_and_what_a_refusal_lacked(
         rounds = json.loads(capsys.readouterr().out)["rounds"]
         main(["replay", str(path), *chosen])
         words = capsys.readouterr().out
+        main(["explain", str(path), *chosen])
+        explained = capsys.readouterr().out
+        page = tmp_path / "page.html"
+        main(["report", str(path), *chosen, "-o", str(page)])
         for document in rounds:
             assert document["pools"], "there is a pool, and every round tells of it"
             for pool in document["pools"]:
                 assert list(pool) == ["name", "unit", "free", "evictable", "promised"]
                 figures = "free {free}, evictable {evictable}, promised {promised} ({unit}s)".format(**pool)
                 assert f"  pool      {pool['name']}: {figures}" in words
+                assert f"  {pool['name']}: {figures}" in explained
+                assert f"{pool['name']}: {figures}." in page.read_text(encoding="utf-8")
             for refused in document["refused"]:
                 assert refused["wanted"] > refused["left"]
                 lacks = f"short of {refused['pool']}: needs {refused['wanted']}, {refused['left']} left"

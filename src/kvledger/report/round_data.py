@@ -22,6 +22,7 @@ from kvledger.report.rounds import (
     chunk_words,
     moves_of,
     notes_of,
+    pool_words,
     told_of_faults,
     told_of_prefills,
     told_of_running,
@@ -118,6 +119,8 @@ def _messages(view: RoundView, broken: Sequence[Broken], layout: Layout) -> list
         messages.append(("note", [f"{what.capitalize()}: ", *_listed(requests), "."]))
     for request, reason in record.aborted:
         messages.append(("note", ["Gave up ", Name(request), f": {reason}."]))
+    messages += [("note", [f"{pool_words(pool)}."]) for pool in record.pools]
+    messages += [("note", ["Withdrawn before it ran: ", Name(request), "."]) for request in record.withdrawn]
     hidden = len(record.decisions) - len(_decisions_shown(record.decisions))
     if hidden:
         said.append(f"{counted(hidden, 'more request')} admitted whole (kvledger replay --all-rounds lists them)")

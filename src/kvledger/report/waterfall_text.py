@@ -22,6 +22,7 @@ from kvledger.report.rounds import (
     gap_lines,
     limit_words,
     notes_of,
+    pool_words,
     prefill_words,
     rounds_to_show,
     running_words,
@@ -134,5 +135,7 @@ def _ends(record: RoundRecord, layout: Layout) -> Iterator[Span]:
     faults = [f"struck by {each}" for each in struck_words(record)]
     for told in (unused_words(record), running_words(record), prefills, faults):
         yield from ((line[2:], "") for line in wrapped(f"  {'; '.join(told)}", 4) if told)
+    for pool in record.pools:
+        yield pool_words(pool), ""
     if record.failure is not None:
         yield plain(f"OUT OF MEMORY: {failure_words(record.failure)}", 2 * LABEL_COLUMNS), "bold red"
