@@ -271,6 +271,7 @@ def test_a_replay_shows_each_pools_figures_and_what_a_refusal_lacked(
         explained = capsys.readouterr().out
         page = tmp_path / "page.html"
         main(["report", str(path), *chosen, "-o", str(page)])
+        capsys.readouterr()
         for document in rounds:
             assert document["pools"], "there is a pool, and every round tells of it"
             for pool in document["pools"]:
