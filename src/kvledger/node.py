@@ -145,7 +145,7 @@ class PrefillNode(ExposedMemory):
         facts = ledger_facts(adder)
         if failure is None and self.withdraw(adder):
             self.watcher.withdrew()
-        self._promised_units = {pool.name: pool.owed_units(None) for pool in self.pools}
+        self._promised_units = {pool.name: pool.owed_units(None) for pool in self.pools if pool.promises}
         if failure is None:
             failure = self._allocate_batch(adder)
         if failure is None:
