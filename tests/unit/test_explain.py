@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvledger.cli import main
-from kvledger.diagnose import diagnose
+from kvledger.diagnose import Diagnosis, diagnose
 from kvledger.events import (
     Cached,
     Drain,
@@ -21,7 +21,7 @@ from kvledger.events import (
     Submit,
 )
 from kvledger.monitor import checked_replay
-from kvledger.replay import replay
+from kvledger.replay import Broken, Outcome, replay
 from kvledger.report import Replayed
 from kvledger.report.explained import explanation_lines, round_notes
 from kvledger.report.painted import ASCII, BLOCKS, bars_for, painted, plain_text, short_name, wants_colour
@@ -356,3 +356,16 @@ def test_a_rank_that_ran_out_is_shown_with_its_own_figures(tmp_path: Path, capsy
             assert f"Ran out: {figures}" in (tmp_path / "page.html").read_text(encoding="utf-8")
             checked += 1
     assert checked >= 1
+
+
+@pytest.mark.parametrize(
+    ("invariants", "said"),
+    [
+        (["same-batches"], "nothing that was admitted went short"),
+        (["same-batches", "admitted-finishes"], "an admitted prompt was ended before its prefill was done"),
+    ],
+)
+def test_an_admitted_prompt_that_was_ended_is_not_passed_over(invariants: list[str], said: str) -> None:
+    outcome = Outcome(broken=[Broken(name, 1, "C", f"{name}: rank 1") for name in invariants])
+    (words,) = [line for line in explanation_lines(Diagnosis(AccountingRules(), outcome)) if "promises" in line]
+    assert said in words
