@@ -4,7 +4,8 @@ After a decision the scheduler may still choose, in this round and in each later
 lets in: none, all that its rules take, or any number of them in queue order; whom it passes over comes back in the
 next round. Its rules are fixed: a half-done request goes first and gets what they give it (forced or deferred on a
 shortage). The environment is fixed too, and is the worst that is still fair, a drain's: transfers complete only when
-a round has admitted nothing, nothing new arrives, and what is held or locked from outside stays so. A continuation
+a round has admitted nothing, late loads arrive when they must, pins go when nothing else moves, nothing new arrives,
+and what is held or locked from outside stays so. A continuation
 keeps the promises if every request it has admitted finishes its prefill and no allocation fails; a decision is
 *lost* if none does. Within a stretch in which the environment gives nothing back, what can be done after a decision
 can also be done after the one before it, so once lost is lost for the rest of the stretch, and bisection is sound.
@@ -19,9 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from kvledger.arithmetic import ceil_pages
 from kvledger.diagnose_history import History, Moment
-from kvledger.events import Submit
+from kvledger.events import Submit, Unpin
 from kvledger.record import RoundRecord
 from kvledger.replay import Replay, Target
 from kvledger.request import Prompt
@@ -135,7 +135,7 @@ class FutureSearch:
         run = self._begin(moment)
         prompts = dict(run.prompts)
         decided = _decided_by(self._history, moment)
-        for number in range(_most_rounds(run)):
+        for number in range(run.most_prefill_rounds):
             limit = script[number] if number < len(script) else None if everyone else 0
             passed_over = _withdraw(run.target, decided, limit)
             record = run.target.run_round()
@@ -143,7 +143,7 @@ class FutureSearch:
             newcomers = [each for each in record.joined if each.kind != "resumed" and each.request not in decided]
             if limit is None and newcomers:
                 return _Played(at=number, newcomers=len(newcomers))
-            kept = _ending(run.target, record)
+            kept = _ending(run, record)
             if kept is not None:
                 return _Played(kept)
             for request in passed_over:
@@ -182,8 +182,8 @@ class FutureSearch:
         as_before = zip(run.outcome.rounds, self._history.outcome.rounds, strict=False)
         if any(now.decisions != then.decisions for now, then in as_before):
             return True
-        for _ in range(_most_rounds(run)):
-            kept = _ending(run.target, run.target.run_round())
+        for _ in range(run.most_prefill_rounds):
+            kept = _ending(run, run.target.run_round())
             self.rounds += 1
             if kept is not None:
                 return kept
@@ -239,21 +239,21 @@ def _withdraw(target: Target, decided: frozenset[str], limit: int | None) -> lis
     return passed_over
 
 
-def _ending(target: Target, record: RoundRecord) -> bool | None:
-    """After a round: all promises are kept, or they never will be, or (None) it goes on, transfers done where due."""
+def _ending(run: Replay, record: RoundRecord) -> bool | None:
+    """After a round: all promises are kept, or they never will be, or (None) it goes on, transfers done where due.
+
+    A load that is on its way is something that moves, and a pin goes as soon as nothing else does.
+    """
     if record.failure is not None:
         return False
-    if all(request.in_flight for request in target.snapshot().live):
+    if all(request.in_flight for request in run.target.snapshot().live):
         return True
-    if record.joined:
+    if record.joined or record.loading or record.withdrawn:
         return None
-    in_flight = target.in_flight()
+    in_flight = run.target.in_flight()
     for request in in_flight:
-        target.transferred(request)
-    return None if in_flight else False
-
-
-def _most_rounds(run: Replay) -> int:
-    """More than any prefill needs: a drain's own bound."""
-    pages = sum(ceil_pages(prompt.tokens, run.settings.page_size) for prompt in run.prompts.values())
-    return 2 * pages + 3 * len(run.prompts) + 1
+        run.target.transferred(request)
+    pins = [] if in_flight else list(run.pins)
+    for name in pins:
+        run.apply(Unpin(name))
+    return None if in_flight or pins else False

@@ -19,7 +19,8 @@ class Moment:
     """The pages right after a decision, after another event, or (neither of them given) at the end of a round.
 
     `step` is this step's place in the history, `round` the round it is in or follows. `needs` are the pages that each
-    admitted, unfinished request has yet to allocate, in admission order.
+    admitted, unfinished request has yet to allocate, in admission order. Pins alone protect `pinned_pages`: they are
+    among the baseline's, because they come back, and nobody can have them yet.
     """
 
     step: int
@@ -29,6 +30,7 @@ class Moment:
     baseline_pages: int
     leaked_pages: int
     needs: tuple[tuple[str, int], ...]
+    pinned_pages: int = 0
 
     @property
     def covered(self) -> bool:
@@ -122,9 +124,8 @@ class Witness(InvariantMonitor):
         after = self.evidence.after
         for moments, rank in zip(self.moments_on, (after, *after.ranks), strict=True):
             needs = tuple((each.rid, needed_pages_of(each, rank.page_size)) for each in rank.live if not each.in_flight)
-            moments.append(
-                Moment(len(self.steps), self._round, decision, event, coming_pages(rank), self._leaked_pages, needs)
-            )
+            here = (len(self.steps), self._round, decision, event, coming_pages(rank), self._leaked_pages, needs)
+            moments.append(Moment(*here, len(rank.written_back)))
 
     def _count_leaks(self) -> None:
         if "pages" in self.capabilities:

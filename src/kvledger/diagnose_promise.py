@@ -14,13 +14,13 @@ from typing import Literal
 
 from kvledger.arithmetic import ceil_pages
 from kvledger.diagnose_history import History, Moment
-from kvledger.events import Abort, Cached, Hold, Release, Transferred
+from kvledger.events import Abort, Cached, Hold, Pin, Release, Transferred, Unpin
 from kvledger.ledger import Due
 from kvledger.record import Decision, RoundRecord
 from kvledger.replay import Outcome
 from kvledger.settings import of_rank
 
-How = Literal["load-back", "lock", "chunk", "rounding", "forced", "decode", "hold", "leak", "share"]
+How = Literal["load-back", "lock", "chunk", "rounding", "forced", "decode", "hold", "pin", "leak", "share"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class Spending:
 
     load-back, lock and chunk are an admission's three takes; "rounding" is the part of a chunk's last page that its
     charge left out; "forced" a chunk run although nothing remained; "decode" what running requests grew (of several:
-    without a name); "hold" and "leak" are no scheduler's takes. "share" is all that an admission takes of a second
-    pool, in its units.
+    without a name); "hold", "pin" (its name) and "leak" are no scheduler's takes. "share" is all that
+    an admission takes of a second pool, in its units.
     """
 
     request: str | None
@@ -251,6 +251,9 @@ def _breach_at_failure(history: History) -> Breach | None:
     failure = history.outcome.failure
     if failure is None:
         return None
+    pinned = _breach_by_pins(history, failure.request)
+    if pinned is not None:
+        return pinned
     record = history.outcome.rounds[-1]
     joined = any(decision.request == failure.request for decision in record.joined)
     chunk_failed = joined or not record.decisions or not history.tells_at_once
@@ -262,3 +265,31 @@ def _breach_at_failure(history: History) -> Breach | None:
     spent = [Spending(request, how, tokens) for (request, how), tokens in taken.items() if tokens > 0]
     promise = BrokenPromise(failure.request, kind, failure.wanted, record.round, failure.rank)
     return Breach(promise, _by_size(spent), None)
+
+
+def _breach_by_pins(history: History, owner: str) -> Breach | None:
+    """All was covered by pages that come back, and the allocation came first: the last promise to `owner` since which
+    pins took what was counted on; None if none did."""
+    for made in range(len(history.moments) - 1, -1, -1):
+        decision = history.moments[made].decision
+        if decision is None or not decision.let_in or decision.request != owner or not decision.tail_tokens:
+            continue
+        taken = _pinned_since(history, made)
+        if taken:
+            promise = BrokenPromise(owner, "tail", decision.tail_tokens, history.moments[made].round, history.rank)
+            return Breach(promise, _by_size(taken), None)
+    return None
+
+
+def _pinned_since(history: History, made: int) -> list[Spending]:
+    """What pins took after that moment and hold still."""
+    taken: dict[str, int] = {}
+    for index in range(made + 1, len(history.moments)):
+        moment = history.moments[index]
+        more_pages = moment.pinned_pages - history.moments[index - 1].pinned_pages
+        match moment.event:
+            case Pin(name=name):
+                taken[name] = taken.get(name, 0) + more_pages * history.page_size
+            case Unpin(name=name):
+                taken.pop(name, None)
+    return [Spending(name, "pin", tokens) for name, tokens in taken.items() if tokens > 0]

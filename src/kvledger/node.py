@@ -68,6 +68,7 @@ class PrefillNode(ExposedMemory):
         self._arrivals = 0
         self._candidates: Iterable[Request] = ()
         self._unsettled: PrefillAdder | None = None
+        self._promised_units: dict[str, int] = {}
         self.slots = self._open_slots()
         self.pools = open_pools(settings, rules, self)
         self.tree.mover = mover_of(self.pools)
@@ -142,9 +143,10 @@ class PrefillNode(ExposedMemory):
         except PrefillOutOfMemory as error:
             failure = error
         facts = ledger_facts(adder)
+        if failure is None and self.withdraw(adder):
+            self.watcher.withdrew()
+        self._promised_units = {pool.name: pool.owed_units(None) for pool in self.pools if pool.promises}
         if failure is None:
-            if self.withdraw(adder):
-                self.watcher.withdrew()
             failure = self._allocate_batch(adder)
         if failure is None:
             self._run_batch(adder)
@@ -154,6 +156,7 @@ class PrefillNode(ExposedMemory):
     def _begin_round(self) -> None:
         self.rounds += 1
         self.struck.clear()
+        self._promised_units = {}
 
     def _record(
         self,
@@ -180,6 +183,8 @@ class PrefillNode(ExposedMemory):
             failure=None if failure is None else failure_of(failure),
             loading=self.on_the_way(),
             struck=tuple(self.struck),
+            paused=self.paused,
+            pools=tuple(pool.told(self._promised_units.get(pool.name, 0)) for pool in self.pools if pool.limited),
             **facts,
         )
 
@@ -329,9 +334,28 @@ class PrefillNode(ExposedMemory):
             newly_locked_tokens=newly_locked_pages * self.page_size,
             loads=loads,
             faults=tuple(kind for kind, _ in self.struck[struck_before:]),
+            short_units=self._short_units(adder, request) if kind == "refused" else None,
         )
         self._decided(decisions, decision)
         return state, joined or late
+
+    def _short_units(self, adder: PrefillAdder, request: Request) -> tuple[int, int] | None:
+        """What a refused candidate wanted of the second pool that refused it, and what was left; its hit is locked for
+        the count, as it was for the refusal."""
+        pool = next((pool for pool in self.pools if pool.name == adder.short_of), None)
+        if pool is None:
+            return None
+        self.tree.inc_lock_ref(request)
+        for each in self.pools:
+            each.lock(request)
+        start = request.prefix_tokens + request.host_hit_tokens
+        left_tokens, chunk_tokens = request.prompt_tokens - start, adder.rem_chunk_tokens
+        tokens = left_tokens if chunk_tokens is None else min(left_tokens, chunk_tokens)
+        found = pool.shortfall(request, start, tokens)
+        for each in self.pools:
+            each.unlock(request)
+        self.tree.dec_lock_ref(request)
+        return found
 
     def _newly_locked_pages(self, request: Request) -> int:
         """By how many pages the lock on its device hit will lower the baseline."""

@@ -15,7 +15,7 @@ from kvledger.adder import Chunk
 from kvledger.ledger import Due, MemoryLedger
 from kvledger.pool import OutOfPages, PagePool
 from kvledger.radix import PageMover
-from kvledger.record import PoolView
+from kvledger.record import PoolRound, PoolView
 from kvledger.request import CachedPage, Request
 
 
@@ -76,6 +76,10 @@ class SecondPool(PageMover):
         """What such a chunk asks for until the request's prefill is done, beyond what it has."""
         raise NotImplementedError
 
+    def shortfall(self, req: Any, start: int, tokens: int) -> tuple[int, int]:
+        """What a chunk that `holdable` has just refused asks for, and what is left for it; its hit is locked."""
+        return self.asked_units(req, start, tokens), self.rem_units()
+
     def owed_units(self, without: str | None) -> int:  # noqa: ARG002 - for those who promise for later
         """What admitted requests, but for one, are promised and have not taken yet."""
         return self.ledger.rem_total_token_offset
@@ -129,6 +133,16 @@ class SecondPool(PageMover):
 
     def view(self) -> PoolView:
         raise NotImplementedError
+
+    def told(self, promised_units: int) -> PoolRound:
+        """Its figures for a round's record."""
+        return PoolRound(
+            name=self.name,
+            unit=self.unit,
+            free=self.free_units,
+            evictable=self.evictable_units(),
+            promised=promised_units,
+        )
 
     def promised_now(self) -> tuple[str, ...]:
         """Requests with a promise due in the last round that nothing has settled."""

@@ -32,7 +32,8 @@ class Decision:
 
     [start, end) is the chunk (empty for a refusal); `prefix_tokens` the device hit, of which `newly_locked_tokens`
     were evictable until this request's lock; `load_back` what was copied up from the host at once. `short_of` names
-    the second pool that refused, where it was not the KV pool. `output_tokens`: what the gate counts on of its output.
+    the second pool that refused, where it was not the KV pool, and `short_units` what was wanted of it and what was
+    left. `output_tokens`: what the gate counts on of its output.
     `chunk_limit`: what the half-done one may compute at most, because the rest of the budget is kept for shorter ones.
     `rank_hits`: (`prefix_tokens`, `newly_locked_tokens`) on each replaying rank, where the gate asked them too.
     "loading" is admitted and runs when its load is there: with a `load_back` in the round that admits it, without one
@@ -50,6 +51,7 @@ class Decision:
     reason: AddReqResult | None = None
     forced: bool = False
     short_of: str | None = None
+    short_units: tuple[int, int] | None = None
     faults: tuple[str, ...] = ()
     output_tokens: int = 1
     chunk_limit: int | None = None
@@ -125,6 +127,18 @@ class RankRound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolRound:
+    """A second pool in a round, in its own `unit`: free and evictable (it can be given up) after the round, or at its
+    failure; `promised` is what those admitted had yet to take of it when the decisions ended."""
+
+    name: str
+    unit: str
+    free: int
+    evictable: int
+    promised: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRecord:
     """One round: the ledger's figures when the decisions ended, the pool's after the round (or at its failure).
 
@@ -134,6 +148,7 @@ class RoundRecord:
     pool had no slots for everybody's next token, `preempted` to make way for a more important one; nobody is in both.
     `aborted` ones could not go on, each with the reason: they may have gone back first. `struck` are the faults that
     did, each with its request. `ranks` are the pipeline ranks that replayed it; all else is the deciding rank's.
+    `pools` are the second pools that have a limit, where there are any. A `paused` one did nothing.
     """
 
     round: int
@@ -161,6 +176,8 @@ class RoundRecord:
     aborted: tuple[tuple[str, str], ...] = ()
     ranks: tuple[RankRound, ...] = ()
     struck: tuple[tuple[str, str], ...] = ()
+    pools: tuple[PoolRound, ...] = ()
+    paused: bool = False
 
     @property
     def joined(self) -> tuple[Decision, ...]:
@@ -172,6 +189,12 @@ class RoundRecord:
     def withdrawn(self) -> tuple[str, ...]:
         """Requests that were given up between the decision about them and its allocation."""
         return tuple(rid for kind, rid in self.struck if kind == "abort-decided") if self.struck else ()
+
+    @property
+    def open_promises(self) -> tuple[Promise, ...]:
+        """The `promises`, but for those that went with their requests before anything was allocated."""
+        gone = self.withdrawn
+        return tuple(each for each in self.promises if each.request not in gone) if gone else self.promises
 
     @property
     def refused(self) -> tuple[Decision, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ParamSpec, Protocol, TypeVar, cast, runtime_checkable
 
 from kvledger.arithmetic import ceil_pages
@@ -35,7 +35,7 @@ from kvledger.pool import OutOfPages
 from kvledger.record import AllocationFailure, Decision, RankRound, RoundRecord, Snapshot
 from kvledger.request import USUAL_OUTPUT, Output, Prompt
 from kvledger.rules import AccountingRules
-from kvledger.settings import NodeSettings
+from kvledger.settings import NodeSettings, of_rank
 from kvledger.trace import Trace, TraceError
 from kvledger.unified import UnifiedNode  # noqa: F401 - registers itself for unified mode
 
@@ -166,7 +166,7 @@ class Stuck:
 class Happening:
     """Something between rounds: after how many of them, what, to whom, and of how many tokens where that matters.
 
-    `output` is what a submission asks for.
+    `output` is what a submission asks for; `note` says where less came of it than was asked.
     """
 
     rounds: int
@@ -174,11 +174,13 @@ class Happening:
     name: str
     tokens: int | None = None
     output: Output = USUAL_OUTPUT
+    note: str = ""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a replay ended in; `document` is the JSON contract."""
+    """What a replay ended in; `document` is the JSON contract. `unstruck`: faults that are armed and have met no
+    occasion, each with its request."""
 
     rounds: list[RoundRecord] = field(default_factory=list)
     broken: list[Broken] = field(default_factory=list)
@@ -186,6 +188,7 @@ class Outcome:
     failure: AllocationFailure | None = None
     stuck: Stuck | None = None
     happenings: list[Happening] = field(default_factory=list)
+    unstruck: list[tuple[str, str]] = field(default_factory=list)
 
     @property
     def verdict(self) -> str:
@@ -207,6 +210,7 @@ class Outcome:
             "rejected_at_submit": [
                 {"request": request, "reason": reason} for request, reason in self.rejected_at_submit
             ],
+            **({"unstruck": [{"fault": kind, "request": rid} for kind, rid in self.unstruck]} if self.unstruck else {}),
         }
 
     def _violation(self) -> dict[str, Any] | None:
@@ -250,6 +254,14 @@ def round_document(record: RoundRecord) -> dict[str, Any]:
     told: dict[str, Any] = {name: list(requests) for name in ROUND_FACTS if (requests := getattr(record, name))}
     if record.ranks:
         told["ranks"] = [_rank_document(rank) for rank in record.ranks]
+    if record.paused:
+        told["paused"] = True
+    if record.withdrawn:
+        told["withdrawn"] = [
+            _admitted(decision) for decision in record.decisions if decision.joined and decision not in record.joined
+        ]
+    if record.pools:
+        told["pools"] = [asdict(pool) for pool in record.pools]
     if record.struck:
         told["struck"] = [{"fault": kind, "request": request} for kind, request in record.struck]
     if record.aborted:
@@ -263,21 +275,27 @@ def round_document(record: RoundRecord) -> dict[str, Any]:
         "budget_state": str(record.budget_state),
         "batch_is_full": record.batch_is_full,
         "forced": record.forced,
-        "admitted": [
-            {"request": d.request, "kind": d.kind, "start": d.start, "end": d.end, "load_back": d.load_back}
-            for d in record.joined
-        ],
-        "refused": [
-            {"request": d.request, "reason": str(d.reason), **({"pool": d.short_of} if d.short_of else {})}
-            for d in record.refused
-        ],
+        "admitted": [_admitted(decision) for decision in record.joined],
+        "refused": [{"request": d.request, "reason": str(d.reason), **_shortage(d)} for d in record.refused],
         "promises": [
-            {"request": p.request, "kind": p.kind, "tokens": p.tokens, "due": str(p.due)} for p in record.promises
+            {"request": p.request, "kind": p.kind, "tokens": p.tokens, "due": str(p.due)} for p in record.open_promises
         ],
         "free": record.free,
         "evictable": record.evictable,
         "protected": record.protected,
     }
+
+
+def _admitted(d: Decision) -> dict[str, Any]:
+    return {"request": d.request, "kind": d.kind, "start": d.start, "end": d.end, "load_back": d.load_back}
+
+
+def _shortage(refused: Decision) -> dict[str, Any]:
+    """The second pool that refused it, with what was wanted and left in its units where the target tells."""
+    told: dict[str, Any] = {"pool": refused.short_of} if refused.short_of else {}
+    if refused.short_units is not None:
+        told["wanted"], told["left"] = refused.short_units
+    return told
 
 
 def _rank_document(rank: RankRound) -> dict[str, Any]:
@@ -341,6 +359,19 @@ def _check_modelled(settings: NodeSettings, target: Target) -> None:
         if feature is not None and feature not in features:
             value = values.get(key, json.dumps(getattr(settings, key), default=str))
             raise UnmodelledError(f"node.{key}", f"{value} is not modelled by this target")
+
+
+def _room_on_host(settings: NodeSettings, event: Cached) -> str:
+    """Where a host has room for less than is cached on it; pages on the device stay there whatever it holds."""
+    pages = event.prompt.tokens // settings.page_size
+    ranks = range(len(settings.ranks) + 1) if event.ranks is None else event.ranks
+    words = []
+    for rank in ranks:
+        room = (of_rank(settings, rank) if settings.ranks else settings).host_pages
+        if room is not None and room < pages:
+            kept = f"no more than {room * settings.page_size} kept" if room else "no host: nothing kept"
+            words.append(f"rank {rank}: {kept}" if settings.ranks else kept)
+    return "; ".join(words)
 
 
 def _event_word(event: Faulty) -> str:
@@ -533,7 +564,8 @@ class Replay:
                 return Happening(rounds, f"aborted{self._why_not_aborted(rid)}", rid)
             case Cached(tier=tier, prompt=prompt, locked=locked):
                 where = f"cached on the {tier}{', locked' if locked else ''}"
-                return Happening(rounds, where, prompt.segments[-1][0], prompt.tokens)
+                note = _room_on_host(self.settings, event) if tier == "host" else ""
+                return Happening(rounds, where, prompt.segments[-1][0], prompt.tokens, note=note)
             case Hold(name=name, tokens=tokens):
                 return Happening(rounds, "held", name, tokens)
             case Release(name=name, tokens=released):
@@ -606,10 +638,13 @@ class Replay:
         match event:
             case Fault(kind, rid, amount):
                 ask(target.fault, kind, rid, amount)
+                self.outcome.unstruck.append((kind, rid))
                 if kind == "load-late":
                     self._late_rounds += amount or 0
             case Pin(name, prompt):
+                before_pages = self._pinned_pages()
                 ask(target.pin, name, prompt)
+                self._note_pinned(prompt, self._pinned_pages() - before_pages)
                 self.pins += [name] if name not in self.pins else []
             case Unpin(name):
                 ask(target.unpin, name)
@@ -618,12 +653,25 @@ class Replay:
                 ask(target.pause if isinstance(event, Pause) else target.resume)
                 self.paused = isinstance(event, Pause)
 
+    def _pinned_pages(self) -> int:
+        return sum(page.pinned_refs for page in ask(self.target.snapshot).pages())
+
+    def _note_pinned(self, prompt: Prompt, pages: int) -> None:
+        """Only what is cached on the device can be pinned, and that may be less than the prompt, or nothing."""
+        page_size = self.settings.page_size
+        if pages < prompt.tokens // page_size or not pages:
+            note = f"{pages * page_size} of it on the device" if pages else "nothing of it is on the device"
+            self.outcome.happenings[-1] = replace(self.outcome.happenings[-1], note=note)
+
     def _round(self) -> RoundRecord:
         self.monitor.before_round()
         return self._ran(ask(self.target.run_round))
 
     def _ran(self, record: RoundRecord) -> RoundRecord:
         self.outcome.rounds.append(record)
+        for fault in record.struck:
+            if fault in self.outcome.unstruck:
+                self.outcome.unstruck.remove(fault)
         self.outcome.failure = record.failure
         self.monitor.after_round(record)
         return record
@@ -660,13 +708,18 @@ class Replay:
     def _has_work(self) -> bool:
         return ask(lambda: self.target.has_work)
 
+    @property
+    def most_prefill_rounds(self) -> int:
+        """More than the prefills of all that was submitted need, if nobody begins again."""
+        pages = sum(ceil_pages(prompt.tokens, self.settings.page_size) for prompt in self.prompts.values())
+        return 2 * pages + 3 * len(self.prompts) + self._late_rounds + 1
+
     def _drain_bound_rounds(self) -> int:
         """Each round runs a chunk, completes a transfer or decodes, and two chunks cover at least a page.
 
         Where requests are sent back to the queue each may have to begin again behind every other one.
         """
-        pages = sum(ceil_pages(prompt.tokens, self.settings.page_size) for prompt in self.prompts.values())
-        bound = 2 * pages + 3 * len(self.prompts) + self._late_rounds + 1
+        bound = self.most_prefill_rounds
         if self.settings.mode == "prefill" and "optimistic" not in self.target.capabilities:
             return bound
         return (bound + sum(output.max_new_tokens for output in self.outputs.values())) * (len(self.prompts) + 1)

@@ -144,6 +144,16 @@ class SharedBytes(SecondPool, PoolOfPools):
             if spare and lacking > 0:
                 pool.give_up_own(req, -(-lacking // cost))
 
+    def asked_units(self, req: Any, start: int, tokens: int) -> int:
+        pages = ceil_pages(req.prompt_tokens - req.prefix_tokens, self.tree.page_size)
+        of_parts = sum(pool.asked_units(req, start, tokens) * cost for pool, cost in self.parts)
+        return pages * self.page_bytes + of_parts
+
+    def owed_units(self, without: str | None) -> int:
+        if self.promises:
+            self._promise_rest(without)
+        return super().owed_units(without)
+
     def allocate(self, request: Request, chunk: Chunk) -> None:
         """The KV pool and the parts have taken it."""
 

@@ -83,6 +83,10 @@ class StateSlots(SecondPool):
     def within(self, req: Any, start: int, tokens: int, room: int) -> int:  # noqa: ARG002 - wherever it starts
         return tokens if req.rid in self.live or self.needed_at_admission(req) <= room else 0
 
+    def shortfall(self, req: Any, start: int, tokens: int) -> tuple[int, int]:
+        own = len(self._own_spare([*req.device_hit, *req.host_hit]))
+        return self.asked_units(req, start, tokens), self.rem_units() + own
+
     def asked_units(self, req: Any, start: int, tokens: int) -> int:  # noqa: ARG002 - whatever the chunk
         return 0 if req.rid in self.live else self.needed_at_admission(req)
 

@@ -23,6 +23,7 @@ def decision_of(
     newly_locked_tokens: int = 0,
     loads: int = 0,
     faults: tuple[str, ...] = (),
+    short_units: tuple[int, int] | None = None,
 ) -> Decision:
     """The adder's last answer, about `request`, with the ledger's figures as they stand now. `loads`: tokens that it
     begins to load, and has not got yet."""
@@ -40,6 +41,7 @@ def decision_of(
         reason=reason,
         forced=adder.forced and kind == "resumed",
         short_of=adder.short_of if kind == "refused" else None,
+        short_units=short_units,
         chunk_limit=adder.chunked_req_limit if kind in ("resumed", "deferred") else None,
         faults=faults,
         output_tokens=adder.output_tokens(request),

@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from kvledger.events import (
     Cached,
     Drain,
     Event,
+    Fault,
     Hold,
     Release,
     Round,
@@ -31,9 +33,10 @@ from kvledger.record import RoundRecord
 from kvledger.replay import replay
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.settings import NodeSettings
-from kvledger.trace import Trace, TraceError
+from kvledger.trace import Trace, TraceError, load
 from tests.unit.builders import INCIDENT, INCIDENT_ARRIVALS, INCIDENT_NODE, node_settings, prompt
 
+REGRESSIONS = Path(__file__).parents[1] / "regressions"
 NOTHING_BROKE: dict[str, Any] = {"broken_promise": None, "spent_by": [], "point_of_no_return": None, "avoided_by": None}
 DEFERRING = AccountingRules(on_shortage="defer")
 WORKED_NODE = node_settings(chunked_prefill_size=4096, max_prefill_tokens=16384, pool_tokens=12032)
@@ -508,6 +511,40 @@ def test_the_point_of_no_return_is_where_a_plain_replay_puts_it(
         assert replay(replace(trace, events=(*trace.events[: place + 1], Drain()))).failure is not None
         assert replay(replace(trace, events=(*trace.events[:place], Drain()))).failure is None
     assert checked > 40
+
+
+def test_where_a_load_is_late_the_point_of_no_return_is_where_a_plain_replay_puts_it() -> None:
+    """A load that is on its way is something that moves: who waits for it is saved by refusing the one who spent it."""
+    rng = random.Random(1117)
+    checked = spoilt = 0
+    for _ in range(4000):
+        plain = random_trace(rng)
+        waiting = [event for event in plain.events if isinstance(event, Submit)]
+        faults = [Fault("load-late", each.request, rng.choice((1, 2, 30))) for each in waiting if rng.random() < 0.7]
+        trace = replace(plain, events=(*plain.events[:-1], *faults, Drain()))
+        outcome = replay(trace)
+        if not trace_is_plain(trace) or outcome.failure is None or not any(each.struck for each in outcome.rounds):
+            continue
+        point = diagnose(trace).point_of_no_return
+        assert point is not None
+        at = waiting.index(find_submit(trace, point.request))
+        for gone, dies in ((waiting[at + 1 :], True), (waiting[at:], False)):
+            names = {each.request for each in gone}
+            kept = tuple(each for each in trace.events if getattr(each, "request", None) not in names)
+            assert (replay(replace(trace, events=kept)).failure is not None) is dies
+        checked += 1
+        spoilt += any(each.loading for each in outcome.rounds if each.round >= point.round)
+        if checked == 20:
+            break
+    assert (checked, spoilt > 5) == (20, True), (checked, spoilt)
+
+
+def test_whom_a_late_load_waits_for_is_not_called_lost() -> None:
+    """The user's two traces: without B the load arrives, and A is done."""
+    for name, request in (("promises-covered-34e0a420", "B"), ("pinned-promise-forced", "A")):
+        diagnosis = diagnose(load(str(REGRESSIONS / f"{name}.json")))
+        assert diagnosis.point_of_no_return is not None
+        assert diagnosis.point_of_no_return.request == request
 
 
 def trace_is_plain(trace: Trace) -> bool:

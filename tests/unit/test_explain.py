@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvledger.cli import main
-from kvledger.diagnose import diagnose
+from kvledger.diagnose import Diagnosis, diagnose
 from kvledger.events import (
     Cached,
     Drain,
@@ -20,7 +20,8 @@ from kvledger.events import (
     Round,
     Submit,
 )
-from kvledger.replay import replay
+from kvledger.monitor import checked_replay
+from kvledger.replay import Broken, Outcome, replay
 from kvledger.report import Replayed
 from kvledger.report.explained import explanation_lines, round_notes
 from kvledger.report.painted import ASCII, BLOCKS, bars_for, painted, plain_text, short_name, wants_colour
@@ -29,7 +30,7 @@ from kvledger.report.recording import record
 from kvledger.report.side_by_side import first_difference, side_by_side_lines
 from kvledger.report.waterfall_text import BAR_COLUMNS, bar_columns, waterfall_lines
 from kvledger.rules import PRESETS, AccountingRules
-from kvledger.trace import Trace, write
+from kvledger.trace import Trace, load, write
 from tests.unit.builders import INCIDENT, INCIDENT_NODE, node_settings, prompt
 
 INCIDENT_TRACE = Trace(INCIDENT_NODE, "aligned", INCIDENT, "Post-mortem")
@@ -334,3 +335,37 @@ def test_hostile_names_neither_steer_nor_flood_a_terminal(
 def test_a_short_name_keeps_to_its_columns(name: str, columns: int) -> None:
     assert width(short_name(name, columns)) <= columns
     assert short_name("1keim", columns) == "1keim"
+
+
+def test_a_rank_that_ran_out_is_shown_with_its_own_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The pictures are rank 0's: whatever the trace, what is said of another rank is that rank's record."""
+    checked = 0
+    for path in sorted((Path(__file__).parents[1] / "regressions").glob("ranks-*.json")):
+        trace = load(str(path))
+        for name, rules in ((None, trace.accounting_rules), *PRESETS.items()):
+            chosen = ["--rules", name] if name else []
+            failure = checked_replay(trace, rules).failure
+            if failure is None or not failure.rank:
+                continue
+            main(["explain", str(path), *chosen])
+            words = " ".join(capsys.readouterr().out.split())
+            figures = f"the KV pool of rank {failure.rank} in round"
+            assert f"ran out {figures}" in words
+            assert f": free {failure.free} + evictable {failure.evictable}," in words
+            main(["report", str(path), *chosen, "-o", str(tmp_path / "page.html")])
+            assert f"Ran out: {figures}" in (tmp_path / "page.html").read_text(encoding="utf-8")
+            checked += 1
+    assert checked >= 1
+
+
+@pytest.mark.parametrize(
+    ("invariants", "said"),
+    [
+        (["same-batches"], "nothing that was admitted went short"),
+        (["same-batches", "admitted-finishes"], "an admitted prompt was ended before its prefill was done"),
+    ],
+)
+def test_an_admitted_prompt_that_was_ended_is_not_passed_over(invariants: list[str], said: str) -> None:
+    outcome = Outcome(broken=[Broken(name, 1, "C", f"{name}: rank 1") for name in invariants])
+    (words,) = [line for line in explanation_lines(Diagnosis(AccountingRules(), outcome)) if "promises" in line]
+    assert said in words

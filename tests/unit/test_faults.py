@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvledger.cli import main
+from kvledger.diagnose import diagnose
 from kvledger.events import (
     Abort,
     Cached,
@@ -17,6 +19,7 @@ from kvledger.events import (
     Drain,
     Event,
     Fault,
+    Hold,
     Pause,
     Pin,
     Resume,
@@ -25,14 +28,14 @@ from kvledger.events import (
     Transferred,
     Unpin,
 )
-from kvledger.faults import FAULT_KINDS
+from kvledger.faults import FAULT_KINDS, FaultKind
 from kvledger.monitor import InvariantMonitor, checked_replay
 from kvledger.node import PrefillNode
 from kvledger.record import RoundRecord
 from kvledger.replay import Replay, TargetFactory, replay
 from kvledger.request import Output, Prompt
 from kvledger.rules import PRESETS, AccountingRules
-from kvledger.settings import NodeSettings
+from kvledger.settings import NodeSettings, RankSettings
 from kvledger.shrink import shrink
 from kvledger.shrink_passes import normal_form, repaired, simpler_events, sizes_of, with_sizes
 from kvledger.testing.fixtures import expectations
@@ -577,3 +580,140 @@ def test_the_example_in_the_docs_says_what_the_command_says(capsys: pytest.Captu
 def test_the_docs_name_every_kind() -> None:
     text = (Path(__file__).parents[2] / "docs" / "faults.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `([a-z-]+)`", text, re.MULTILINE)) == set(FAULT_KINDS)
+
+
+# --- what is said of it
+
+
+def told(trace: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, *more: str) -> str:
+    path = tmp_path / "told.json"
+    write(trace, str(path))
+    assert main([command, str(path), *more]) in (0, 1)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("pages", [1, 2])
+@pytest.mark.parametrize(
+    ("where", "who"),
+    [("after", ["W"]), ("before", []), ("unpinned", ["V"])],
+)
+def test_a_pin_that_took_a_promise_is_named_and_one_that_was_there_before_is_not(
+    pages: int, where: str, who: list[str]
+) -> None:
+    pool_tokens = (7 if where == "before" else 6) * pages
+    settings = node(page_size=pages, checkpoint_align=pages, chunked_prefill_size=2 * pages, pool_tokens=pool_tokens)
+    doc = prompt(("c", 4 * pages))
+    events: list[Event] = [Cached("device", doc), Submit("A", prompt(("a", 3 * pages)))]
+    pins: dict[str, list[Event]] = {
+        "after": [Round(), Pin("W", doc), Round()],
+        "before": [Pin("W", prompt(("c", pages))), Round(), Hold("H", 4 * pages), Round()],
+        "unpinned": [Round(), Pin("W", doc), Unpin("W"), Pin("V", doc), Round()],
+    }
+    diagnosis = diagnose(Trace(settings, "tail-reserved", (*events, *pins[where])))
+    assert diagnosis.verdict == "oom"
+    assert [each.request for each in diagnosis.spent_by if each.how == "pin"] == who
+    if who:
+        assert [each.tokens for each in diagnosis.spent_by] == [4 * pages]
+        promise = diagnosis.broken_promise
+        assert promise is not None
+        assert (promise.request, promise.kind, promise.tokens, promise.round) == ("A", "tail", pages, 1)
+
+
+@pytest.mark.parametrize("kind", FAULT_KINDS)
+def test_an_armed_fault_is_told_as_struck_or_as_never_struck(
+    kind: FaultKind, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of each kind: with an occasion it is in a round, without one it is at the end, in text and JSON alike."""
+    fault = Fault(kind, "A", {"load-short": 8, "load-late": 1}.get(kind))
+    device = Cached("device", prompt(("a", 24)))
+    for events, strikes in (
+        ((HOST if kind.startswith("load") else device, A, fault), True),
+        ((A, Drain(), fault), False),
+    ):
+        trace = Trace(node(), SOUND, (*events, Drain()))
+        outcome = replay(trace)
+        assert ((kind, "A") in [each for record in outcome.rounds for each in record.struck]) is strikes
+        assert outcome.unstruck == ([] if strikes else [(kind, "A")])
+        words = told(trace, tmp_path, capsys, "replay")
+        assert (f"armed and never struck: {kind} A" in words) is not strikes
+        assert (f"  struck    {kind} A" in words) is strikes
+        document = json.loads(told(trace, tmp_path, capsys, "replay", "--json"))
+        assert document.get("unstruck") == (None if strikes else [{"fault": kind, "request": "A"}])
+
+
+def test_of_two_faults_of_a_kind_the_one_that_is_left_is_told() -> None:
+    run = play(HOST, A, Fault("load-late", "A", 1), Fault("load-late", "A", 2), Drain())
+    assert run.outcome.unstruck == [("load-late", "A")]
+
+
+def test_a_short_load_strikes_before_a_late_one() -> None:
+    run = play(HOST, A, Fault("load-late", "A", 1), Fault("load-short", "A", 8), Drain())
+    assert [each for record in run.outcome.rounds for each in record.struck] == [("load-short", "A")]
+    assert run.outcome.unstruck == [("load-late", "A")]
+
+
+@pytest.mark.parametrize(
+    ("host_tokens", "event", "note"),
+    [
+        (0, Cached("host", prompt(("a", 24))), "no host: nothing kept"),
+        (8, Cached("host", prompt(("a", 24))), "no more than 8 kept"),
+        (24, Cached("host", prompt(("a", 24))), ""),
+        (None, Cached("host", prompt(("a", 24))), ""),
+        (0, Cached("device", prompt(("a", 24))), ""),
+        (None, Pin("W", prompt(("z", 8))), "nothing of it is on the device"),
+        (None, Pin("W", prompt(("d", 8), ("e", 8))), "8 of it on the device"),
+        (None, Pin("W", prompt(("d", 8))), ""),
+    ],
+)
+def test_a_happening_says_where_less_came_of_it(
+    host_tokens: int | None, event: Event, note: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the first round in the heading, later between the rounds; in the text and in the page."""
+    cached, waits = Cached("device", prompt(("d", 8))), Submit("A", prompt(("q", 4)))
+    for events in ((cached, event, waits, Round()), (cached, waits, Round(), event, Round())):
+        trace = Trace(node(host_tokens=host_tokens), SOUND, (*events, Drain()))
+        assert replay(trace).happenings[events.index(event) - (Round() in events[: events.index(event)])].note == note
+        words = " ".join(told(trace, tmp_path, capsys, "replay").split())
+        assert not note or f"({note})" in words
+        assert note or not re.search(r"kept|on the device\)", words)
+
+
+def test_a_host_that_one_rank_lacks_is_told_of_that_rank() -> None:
+    settings = node(page_size=1, checkpoint_align=1, ranks=(RankSettings(host_tokens=0),))
+    happening = replay(Trace(settings, "tail-reserved", (Cached("host", prompt(("a", 8))),))).happenings[0]
+    assert happening.note == "rank 1: no host: nothing kept"
+
+
+def test_a_withdrawn_chunk_is_told_once_as_taken_and_given_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    b = Submit("B", prompt(("b", 8)))
+    trace = Trace(node(), SOUND, (Submit("A", prompt(("a", 8))), b, Fault("abort-decided", "A"), Round(), Drain()))
+    first = json.loads(told(trace, tmp_path, capsys, "replay", "--json"))["rounds"][0]
+    assert [each["request"] for each in first["admitted"]] == ["B"]
+    assert [(each["request"], each["kind"], each["end"]) for each in first["withdrawn"]] == [("A", "whole", 8)]
+    assert {each["request"] for each in first["promises"]} == {"B"}
+    words = told(trace, tmp_path, capsys, "replay").split("round 2")[0]
+    assert re.search(r"A +whole .*withdrawn before it ran", words)
+    assert not re.search(r"promised .*A ", words)
+    assert "withdrawn: A" in told(trace, tmp_path, capsys, "explain")
+
+
+def test_a_paused_round_says_that_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = Trace(node(), SOUND, (A, Pause(), Round(), Resume(), Round(), Drain()))
+    first, second, *_ = json.loads(told(trace, tmp_path, capsys, "replay", "--json"))["rounds"]
+    assert first["paused"] is True
+    assert "paused" not in second
+    words = told(trace, tmp_path, capsys, "replay")
+    assert "\n  paused\n" in words
+    assert "nothing to decide" not in words
+    assert "\n  paused\n" in told(trace, tmp_path, capsys, "explain")
+
+
+def test_the_round_in_which_a_load_arrives_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = Trace(node(), SOUND, (HOST, A, Fault("load-late", "A", 2), Drain()))
+    rounds = re.split(r"^round \d+", told(trace, tmp_path, capsys, "replay"), flags=re.MULTILINE)[1:]
+    assert ["its load is here: it runs below" in each for each in rounds[:3]] == [False, False, True]
+    rounds = re.split(r"^round \d+", told(trace, tmp_path, capsys, "explain"), flags=re.MULTILINE)[1:]
+    assert ["its load goes on" in each for each in rounds[:3]] == [True, True, False]
+    assert "its load is here" in rounds[2]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from kvledger.record import PoolView
 from kvledger.replay import Replay
 from kvledger.rules import PRESETS, AccountingRules
 from kvledger.settings import NodeSettings
+from kvledger.testing.driver import example
+from kvledger.testing.pools_moves import POOLS_SPACE
 from kvledger.trace import Trace, TraceError, dumps, load, parse
 from tests.unit.builders import node_settings, prompt
 
@@ -285,7 +289,7 @@ def test_a_target_without_pools_refuses_them_by_name() -> None:
 
 @pytest.mark.parametrize("path", SMALLEST, ids=lambda path: path.stem)
 def test_the_smallest_traces_break_a_promise_that_the_explanation_names(
-    path: Path, capsys: pytest.CaptureFixture[str]
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = load(path)
     assert len(trace.events) <= 6
@@ -298,6 +302,65 @@ def test_the_smallest_traces_break_a_promise_that_the_explanation_names(
     words = capsys.readouterr().out
     assert f"of {outcome.failure.pool}, made in round 1" in " ".join(words.split())
     assert "avoided by  promise_pools true" in words
+    pool = outcome.rounds[-1].pools[0 if len(outcome.rounds[-1].pools) == 1 else -1]
+    assert pool.name == outcome.failure.pool
+    figures = f"{pool.name} in round {len(outcome.rounds)}: free {pool.free} + evictable {pool.evictable}"
+    assert f"ran out {figures}" in " ".join(words.split())
+    assert "share" not in words.split("verdict")[-1].replace(pool.name, "")
+    main(["report", str(path), "-o", str(tmp_path / "page.html")])
+    assert f"Ran out: {figures}" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", SMALLEST, ids=lambda path: path.stem)
+def test_a_replay_shows_each_pools_figures_and_what_a_refusal_lacked(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = load(path)
+    for rules in ("tail-reserved", None):
+        chosen = ["--rules", rules] if rules else []
+        main(["replay", str(path), "--json", *chosen])
+        rounds = json.loads(capsys.readouterr().out)["rounds"]
+        main(["replay", str(path), *chosen])
+        words = capsys.readouterr().out
+        main(["explain", str(path), *chosen])
+        explained = capsys.readouterr().out
+        page = tmp_path / "page.html"
+        main(["report", str(path), *chosen, "-o", str(page)])
+        capsys.readouterr()
+        for document in rounds:
+            assert document["pools"], "there is a pool, and every round tells of it"
+            for pool in document["pools"]:
+                assert list(pool) == ["name", "unit", "free", "evictable", "promised"]
+                figures = "free {free}, evictable {evictable}, promised {promised} ({unit}s)".format(**pool)
+                assert f"  pool      {pool['name']}: {figures}" in words
+                assert f"  {pool['name']}: {figures}" in explained
+                assert f"{pool['name']}: {figures}." in page.read_text(encoding="utf-8")
+            for refused in document["refused"]:
+                assert refused["wanted"] > refused["left"]
+                lacks = f"short of {refused['pool']}: needs {refused['wanted']}, {refused['left']} left"
+                assert lacks in words
+        if rules:
+            assert any(pool["promised"] for pool in rounds[0]["pools"])
+            assert any(document["refused"] for document in rounds)
+    run = ran(trace.node, *trace.events)
+    told = {pool.name: pool for pool in run.outcome.rounds[-1].pools}
+    for each in run.target.snapshot().pools:
+        if not each.weights:
+            assert told[each.name].free + told[each.name].evictable <= each.baseline_units, "a drain only gives back"
+
+
+def test_what_a_refusal_wanted_is_more_than_was_left_wherever_a_search_meets_one() -> None:
+    met: Counter[str] = Counter()
+    for seed in range(150):
+        world, _ = example(random.Random(seed), PRESETS["tail-reserved"], space=POOLS_SPACE)
+        for record in world.replay.outcome.rounds:
+            for refused in record.refused:
+                assert (refused.short_units is None) == (refused.short_of is None)
+                if refused.short_units is not None:
+                    wanted, left = refused.short_units
+                    assert wanted > left
+                    met[str(refused.short_of)] += 1
+    assert len(met) == 3, met
 
 
 def test_text_and_page_name_the_pool_that_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -313,11 +376,11 @@ def test_text_and_page_name_the_pool_that_refused(tmp_path: Path, capsys: pytest
 
 def test_the_document_shows_what_explain_says(capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "docs" / "pools.md").read_text(encoding="utf-8")
-    shown = text.split("```text\n")[1].split("```")[0]
+    replayed, shown = (block.split("```")[0] for block in text.split("```text\n")[1:])
     assert (
         main(["replay", str(ROOT / "tests/regressions/second-pool-tracking-slots.json"), "--rules", "tail-reserved"])
         == 0
     )
-    capsys.readouterr()
+    assert replayed in capsys.readouterr().out
     main(["explain", str(ROOT / "tests/regressions/second-pool-tracking-slots.json")])
     assert shown in capsys.readouterr().out

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from itertools import chain, repeat
 from typing import NamedTuple
 
 from kvledger.events import Cached, Event, Fault, Hold, Pause, Pin, Resume, Submit, Unpin
-from kvledger.replay import STEPS, faulty_words
+from kvledger.replay import STEPS, Happening, faulty_words
 from kvledger.report.ranks import on_ranks, ranks_words
 from kvledger.request import USUAL_OUTPUT, Output
 from kvledger.rules import AccountingRules
@@ -25,12 +26,13 @@ class Sized(NamedTuple):
     name: str
     tokens: int | None
     output: Output = USUAL_OUTPUT
+    note: str = ""
 
     @property
     def words(self) -> str:
         """All but the name: empty, or with a space before it."""
         size = "" if self.tokens is None else f" {self.tokens}"
-        asked = output_words(self.output)
+        asked = "; ".join(filter(None, (output_words(self.output), self.note)))
         return f"{size} ({asked})" if asked else size
 
 
@@ -101,21 +103,25 @@ def submitted_later(events: Iterable[Event]) -> list[Sized]:
     return [Sized(each.request, each.prompt.tokens, each.output) for each in listed[ran:] if isinstance(each, Submit)]
 
 
-def found_at_start(events: Iterable[Event]) -> Mapping[str, list[Sized]]:
-    """What is there before the first round, by the name of its prompt's last segment, its holder or its request."""
+def found_at_start(events: Iterable[Event], happenings: Sequence[Happening]) -> Mapping[str, list[Sized]]:
+    """What is there before the first round, by the name of its prompt's last segment, its holder or its request.
+
+    `happenings` are the outcome's: one for each event up to there, unless the target raised.
+    """
     found: dict[str, list[Sized]] = {}
-    for event in events:
+    notes = chain((each.note for each in happenings), repeat(""))
+    for event, note in zip(events, notes, strict=False):
         match event:
             case _ if isinstance(event, STEPS):
                 break
             case Cached(tier, prompt, locked, ranks):
                 what = f"cached on the {tier}{', locked' if locked else ''}{on_ranks(ranks)}"
-                found.setdefault(what, []).append(Sized(prompt.segments[-1][0], prompt.tokens))
+                found.setdefault(what, []).append(Sized(prompt.segments[-1][0], prompt.tokens, note=note))
             case Hold(name, tokens, ranks):
                 found.setdefault(f"held{on_ranks(ranks)}", []).append(Sized(name, tokens))
             case Fault() | Pin() | Unpin() | Pause() | Resume():
                 what, name, size = faulty_words(event)
-                found.setdefault(what.rstrip(":"), []).append(Sized(name, size))
+                found.setdefault(what.rstrip(":"), []).append(Sized(name, size, note=note))
             case Submit(request, prompt, output):
                 found.setdefault("submitted", []).append(Sized(request, prompt.tokens, output))
     return found

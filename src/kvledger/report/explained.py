@@ -10,6 +10,7 @@ from kvledger.record import amount
 from kvledger.replay import Outcome
 from kvledger.report.plain import COLUMNS, counted, named, plain, wrapped
 from kvledger.report.rounds import failure_words
+from kvledger.report.shortage import as_text, shortage_words, spending_words
 
 SPENDERS_SHOWN = 6
 MESSAGE_COLUMNS = 400
@@ -25,13 +26,22 @@ def explanation_lines(diagnosis: Diagnosis) -> list[str]:
         if diagnosis.broken_promise is None:
             preempted = any(record.rolled_back for record in diagnosis.outcome.rounds)
             kept = "none that it keeps: it preempted what it had admitted"
-            parts.append(("promises", kept if preempted else "nothing that was admitted went short"))
+            parts.append(("promises", kept if preempted else _none_broken(diagnosis.outcome)))
         else:
             parts += _promise_parts(diagnosis, diagnosis.broken_promise)
+        short = shortage_words(diagnosis.outcome, diagnosis.broken_promise, diagnosis.spent_by)
+        parts += [("ran out", as_text(short))] if short is not None else []
         parts += [("broken", words) for words in _broken(diagnosis.outcome)]
         if diagnosis.switched:
             parts.append(("avoided by", _avoided(diagnosis)))
     return [line for label, words in parts for line in wrapped(f"{label:<{_LABEL_COLUMNS}}{words}", _LABEL_COLUMNS)]
+
+
+def _none_broken(outcome: Outcome) -> str:
+    """No memory was short; where an admitted prompt was ended all the same, a promise of another kind was broken."""
+    if any(each.invariant == "admitted-finishes" for each in outcome.broken):
+        return "no memory ran short, and an admitted prompt was ended before its prefill was done"
+    return "nothing that was admitted went short"
 
 
 def round_notes(diagnosis: Diagnosis) -> list[tuple[int, str]]:
@@ -68,7 +78,8 @@ def _promise_parts(diagnosis: Diagnosis, promise: BrokenPromise) -> Iterator[tup
     if failure is not None and not failure.known and not diagnosis.spent_by:
         yield "spent by", "not known: the round's chunks were not told before one of them failed"
     else:
-        yield "spent by", _spent(diagnosis.spent_by, decoded_since(diagnosis.outcome, promise.round))
+        decoded = decoded_since(diagnosis.outcome, promise.round)
+        yield "spent by", _spent(diagnosis.spent_by, decoded, promise.pool)
     if promise.pool is None:
         yield "too late", _too_late(diagnosis)
 
@@ -93,7 +104,7 @@ def _made_by(outcome: Outcome, promise: BrokenPromise) -> str:
     return f"{words}; no entry of the ledger holds it"
 
 
-def _spent(spendings: Sequence[Spending], decoded: Sequence[str]) -> str:
+def _spent(spendings: Sequence[Spending], decoded: Sequence[str], pool: str | None) -> str:
     """Largest first; what one request took is said together."""
     if not spendings and decoded:
         return f"{_listed(decoded)}, by decoding"
@@ -105,7 +116,7 @@ def _spent(spendings: Sequence[Spending], decoded: Sequence[str]) -> str:
     words = []
     for name, taken in list(by_name.items())[:SPENDERS_SHOWN]:
         who = _nameless(taken, decoded) if name is None else named(name)
-        words.append(f"{who}: {', '.join(f'{each.how} {each.tokens}' for each in taken)}")
+        words.append(f"{who}: {', '.join(spending_words(each, pool) for each in taken)}")
     others = [each.tokens for taken in list(by_name.values())[SPENDERS_SHOWN:] for each in taken]
     return "; ".join([*words, *([f"others: {sum(others)}"] if others else [])])
 

@@ -14,6 +14,7 @@ from kvledger.replay import Outcome
 from kvledger.report.markup import Name, Words, message_words
 from kvledger.report.plain import counted
 from kvledger.report.recording import Recording
+from kvledger.report.shortage import shortage_words
 from kvledger.report.waterfall import missing_tails
 
 MAX_ROUNDS_DIAGNOSED = 300
@@ -28,8 +29,8 @@ _HOW = {
     "forced": "a forced chunk of {}",
     "decode": "decode growing by {}",
     "hold": "a hold of {}",
+    "pin": "a pin on {}",
     "leak": "a leak of {}",
-    "share": "a share of {}",
 }
 
 
@@ -63,7 +64,9 @@ def explain(recording: Recording) -> Explanation:
         breach = breach_of(recording.history)
         promise, spent = (breach.promise, breach.spent_by) if breach is not None else (None, ())
     lead = _lead(promise, spent, outcome) if promise is not None else _first_broken(outcome)
-    details = [*_unwritten(recording, promise), *_reason(outcome)]
+    short = shortage_words(outcome, promise, spent)
+    details: list[Words] = [] if short is None else [["Ran out: ", *short, "."]]
+    details += [*_unwritten(recording, promise), *_reason(outcome)]
     details += _diagnosed(diagnosis) if diagnosis is not None else [_too_long(outcome)]
     return Explanation(
         headline,
@@ -126,10 +129,14 @@ def _lead(promise: BrokenPromise, spent: Sequence[Spending], outcome: Outcome) -
             words.append(" and " if number == len(spent) - 1 else ", ")
         same = number and spending.request == shown[number - 1].request
         words += [] if same else _spender(spending, decoded)
-        words.append(_HOW[spending.how].format(spending.tokens))
+        words.append(
+            amount(spending.tokens, promise.pool)
+            if spending.how == "share"
+            else _HOW[spending.how].format(spending.tokens)
+        )
     if len(spent) > len(shown):
         others = spent[len(shown) :]
-        words.append(f" and {len(others)} more, {counted(sum(each.tokens for each in others), 'token')}")
+        words.append(f" and {len(others)} more, {amount(sum(each.tokens for each in others), promise.pool)}")
     return [*words, "."]
 
 

@@ -22,6 +22,8 @@ from kvledger.report.rounds import (
     chunk_words,
     moves_of,
     notes_of,
+    pool_words,
+    told_of_faults,
     told_of_prefills,
     told_of_running,
     unused_words,
@@ -82,7 +84,7 @@ def round_data(view: RoundView, recording: Recording, names: Names, layout: Layo
         "f": figures_of(view, page_size),
         "m": [[kind, names.words(words)] for kind, words in _messages(view, broken, layout)],
         "d": [
-            [names.place(d.request), str(d.kind), chunk_words(d), ", ".join(notes_of(d, layout)), *_ledger(d)]
+            [names.place(d.request), str(d.kind), chunk_words(d), ", ".join(notes_of(d, layout, record)), *_ledger(d)]
             for d in _decisions_shown(record.decisions)
         ],
         "w": [
@@ -110,10 +112,15 @@ def _messages(view: RoundView, broken: Sequence[Broken], layout: Layout) -> list
     said = moves_of(record, layout.host)
     messages += [("note", [f"{words.capitalize()}."]) for words in unused_words(record)]
     prefills = [(f"Prefill {what}", requests) for what, requests in told_of_prefills(record)]
-    for what, requests in (*told_of_running(record), *prefills):
+    faults = [(f"struck by {kind}", requests) for kind, requests in told_of_faults(record)]
+    if record.paused:
+        messages.append(("note", ["Paused: nothing was decided."]))
+    for what, requests in (*told_of_running(record), *prefills, *faults):
         messages.append(("note", [f"{what.capitalize()}: ", *_listed(requests), "."]))
     for request, reason in record.aborted:
         messages.append(("note", ["Gave up ", Name(request), f": {reason}."]))
+    messages += [("note", [f"{pool_words(pool)}."]) for pool in record.pools]
+    messages += [("note", ["Withdrawn before it ran: ", Name(request), "."]) for request in record.withdrawn]
     hidden = len(record.decisions) - len(_decisions_shown(record.decisions))
     if hidden:
         said.append(f"{counted(hidden, 'more request')} admitted whole (kvledger replay --all-rounds lists them)")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvledger.adder import AddReqResult
 from kvledger.events import Submit
 from kvledger.ledger import Due, Promise
-from kvledger.record import AllocationFailure, Decision, RankRound, RoundRecord, amount
+from kvledger.record import AllocationFailure, Decision, PoolRound, RankRound, RoundRecord, amount
 from kvledger.replay import Broken, Outcome
 from kvledger.report.experiment import size_word
 from kvledger.report.plain import counted, named, padded, plain, width, wrapped
@@ -114,13 +114,16 @@ def round_lines(record: RoundRecord, broken: Sequence[Broken], layout: Layout) -
     lines = [f"round {record.round}"]
     if layout.figures:
         lines = [padded(lines[0], LEFT_COLUMNS) + _columns("baseline", "cur_rem", "rem_total", "rem_chunk")]
-    lines += _decision_lines(record.decisions, layout) or ["  nothing to decide"]
+    lines += _decision_lines(record, layout) or ["  paused" if record.paused else "  nothing to decide"]
     lines += _promise_lines(record, layout.everything)
-    for label, words in (("running", running_words(record)), ("prefill", prefill_words(record))):
-        lines += wrapped(f"  {label}   {'; '.join(words)}", 12) if words else []
+    told = (("running", running_words(record)), ("prefill", prefill_words(record)), ("struck", struck_words(record)))
+    for label, words in told:
+        lines += wrapped(f"  {label:<9} {'; '.join(words)}", 12) if words else []
     if record.failure is not None:
         lines += wrapped(f"  OUT OF MEMORY: {failure_words(record.failure)}", 12)
     lines += wrapped(f"  after     {_after(record, layout.host)}", 12)
+    for pool in record.pools:
+        lines += wrapped(f"  pool      {pool_words(pool)}", 12)
     for rank in record.ranks:
         lines += wrapped(f"  rank {rank.rank:<4} {rank_words(rank, record)}", 12)
     if broken:
@@ -132,8 +135,9 @@ def _columns(*cells: object) -> str:
     return "".join(f"{cell!s:>{columns}}" for cell, columns in zip(cells, (10, 10, 11, 11), strict=True))
 
 
-def _decision_lines(decisions: Sequence[Decision], layout: Layout) -> list[str]:
+def _decision_lines(record: RoundRecord, layout: Layout) -> list[str]:
     """A long batch keeps its ends, and all that is not simply admitted whole."""
+    decisions = record.decisions
     lines: list[str] = []
     left_out = 0
     for index, decision in enumerate(decisions):
@@ -145,7 +149,7 @@ def _decision_lines(decisions: Sequence[Decision], layout: Layout) -> list[str]:
             lines.append(f"  ... {left_out} more admitted whole")
             left_out = 0
         name = padded(named(decision.request), layout.name_columns)
-        core, notes = f"  {name}  {decision.kind:<9}  {chunk_words(decision)}", notes_of(decision, layout)
+        core, notes = f"  {name}  {decision.kind:<9}  {chunk_words(decision)}", notes_of(decision, layout, record)
         lines += _row(core, notes, decision if layout.figures else None)
     return lines
 
@@ -159,11 +163,12 @@ def chunk_words(decision: Decision) -> str:
     return f"{decision.start}..{decision.end} ({decision.tokens})"
 
 
-def notes_of(decision: Decision, layout: Layout) -> list[str]:
-    """What else there is to say of a decision: what it lacks, leaves, loads and locks."""
+def notes_of(decision: Decision, layout: Layout, record: RoundRecord) -> list[str]:
+    """What else there is to say of a decision: what it lacks, leaves, loads and locks, and what became of it."""
     lock = decision.newly_locked_tokens
     if decision.short_of is not None:
-        return [f"short of {decision.short_of}"]
+        wanted = decision.short_units
+        return [f"short of {decision.short_of}{f': needs {wanted[0]}, {wanted[1]} left' if wanted else ''}"]
     if decision.reason is AddReqResult.NO_TOKEN:
         need = decision.prompt_tokens - decision.prefix_tokens + decision.output_tokens + layout.page_size
         lacks = "not all could come to their ends" if decision.request in layout.simulated else f"needs {need}"
@@ -176,8 +181,17 @@ def notes_of(decision: Decision, layout: Layout) -> list[str]:
         (limit_words(decision.chunk_limit or 0), decision.chunk_limit and decision.tail_tokens),
         (f"load-back {decision.load_back}", decision.load_back),
         (f"locks {lock}", lock),
+        ("its load is here: it runs below", arrived(decision, record)),
+        ("withdrawn before it ran", decision.joined and decision.request in record.withdrawn),
     )
     return [note for note, applies in notes if applies]
+
+
+def arrived(decision: Decision, record: RoundRecord) -> bool:
+    """It is in the books as one that waits for its load, which is here: a later decision of the round runs it."""
+    return decision.kind == "loading" and any(
+        each.joined and each.request == decision.request for each in record.decisions
+    )
 
 
 def limit_words(most_tokens: int) -> str:
@@ -202,7 +216,7 @@ def _row(core: str, notes: list[str], figures_of: Decision | None) -> list[str]:
 def _promise_lines(record: RoundRecord, everything: bool) -> list[str]:
     """Who was promised what in this round, and the tails that nobody was promised."""
     by_request: dict[str, list[Promise]] = {}
-    for promise in record.promises:
+    for promise in record.open_promises:
         by_request.setdefault(promise.request, []).append(promise)
     tails = {decision.request: decision.tail_tokens for decision in record.joined}
     first = set(list(by_request)[: None if everything else PROMISES_SHOWN])
@@ -248,9 +262,13 @@ def told_of_running(record: RoundRecord) -> Told:
         ("finished", record.finished),
         ("sent back", record.retracted),
     ]
-    for kind in dict.fromkeys(kind for kind, _ in record.struck):
-        told.append((f"struck by {kind}", [rid for each, rid in record.struck if each == kind]))
     return [(what, requests) for what, requests in told if requests]
+
+
+def told_of_faults(record: RoundRecord) -> Told:
+    """Whom each kind of fault struck."""
+    kinds = dict.fromkeys(kind for kind, _ in record.struck)
+    return [(kind, [rid for each, rid in record.struck if each == kind]) for kind in kinds]
 
 
 def told_of_prefills(record: RoundRecord) -> Told:
@@ -264,6 +282,11 @@ def running_words(record: RoundRecord) -> list[str]:
     words = [f"{what} {_listed(requests)}" for what, requests in told_of_running(record)]
     given_up = [f"gave up {named(request)}: {plain(reason, REASON_COLUMNS)}" for request, reason in record.aborted]
     return [*words, *given_up]
+
+
+def struck_words(record: RoundRecord) -> list[str]:
+    """`told_of_faults` as text."""
+    return [f"{kind} {_listed(requests)}" for kind, requests in told_of_faults(record)]
 
 
 def prefill_words(record: RoundRecord) -> list[str]:
@@ -293,6 +316,11 @@ def _after(record: RoundRecord, host: bool) -> str:
         *moves_of(record, host),
     ]
     return "; ".join(words)
+
+
+def pool_words(pool: PoolRound) -> str:
+    """A second pool's figures in a round: what it has left, and what of it is promised."""
+    return f"{pool.name}: free {pool.free}, evictable {pool.evictable}, promised {pool.promised} ({pool.unit}s)"
 
 
 def rank_words(rank: RankRound, record: RoundRecord) -> str:

@@ -11,7 +11,7 @@ from kvledger.record import Decision, RoundRecord
 from kvledger.report import Replayed
 from kvledger.report.painted import Bars, Line, short_name
 from kvledger.report.plain import counted, named, padded, plain, wrapped
-from kvledger.report.rounds import prefill_words, running_words
+from kvledger.report.rounds import prefill_words, running_words, struck_words
 from kvledger.report.waterfall_text import bar_columns
 
 SIDE_COLUMNS = 48
@@ -153,7 +153,7 @@ class _Table:
 
 def _told_lines(pair: tuple[RoundRecord | None, RoundRecord | None], *, marked: bool) -> Iterator[Line]:
     """What became of requests in a round without a decision about them: a thing a line, not always on both sides."""
-    sides = [[] if record is None else [*running_words(record), *prefill_words(record)] for record in pair]
+    sides = [[] if record is None else _told(record) for record in pair]
     for both in zip_longest(*sides, fillvalue=""):
         mark = _MARK if marked and both[0] != both[1] else "  "
         mine, yours = (f"{mark}{plain(words, SIDE_COLUMNS - 2)}" for words in both)
@@ -197,3 +197,7 @@ def _rules(replayed: Replayed) -> str:
 def _beside(left: str, right: str, style: str) -> Line:
     sides = (padded(plain(side, SIDE_COLUMNS), SIDE_COLUMNS) for side in (left, right))
     return [(next(sides), style), (_MIDDLE, "dim"), (next(sides).rstrip(), style)]
+
+
+def _told(record: RoundRecord) -> list[str]:
+    return [*running_words(record), *prefill_words(record), *(f"struck by {each}" for each in struck_words(record))]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from kvledger.events import Event, Round
 from kvledger.invariants import INVARIANTS
+from kvledger.replay import Happening
 from kvledger.report.experiment import SHARES, Sized, found_at_start, node_words, submitted_later, sum_words, switches
 from kvledger.report.markup import Content, Html, Name, element, join, message_words, sentence
 from kvledger.report.plain import plain
@@ -48,7 +49,7 @@ def facts(recording: Recording) -> Html:
     listed: list[tuple[str, Content]] = [
         ("rules", f"{replayed.preset or 'own switches'} ({switches(replayed.rules)})"),
         ("node", node_words(recording.trace.node)),
-        *_arrivals(recording.trace.events),
+        *_arrivals(recording.trace.events, recording.outcome.happenings),
         ("before the first round", _pool_before(recording)),
         *_rejections(recording.outcome.rejected_at_submit),
     ]
@@ -69,8 +70,8 @@ def _pool_before(recording: Recording) -> str:
     return f"free {pool.free}, evictable {pool.evictable}, protected {pool.protected}, held {pool.held}"
 
 
-def _arrivals(events: Sequence[Event]) -> list[tuple[str, Content]]:
-    found = {f"at the start, {what}": sizes for what, sizes in found_at_start(events).items()}
+def _arrivals(events: Sequence[Event], happenings: Sequence[Happening]) -> list[tuple[str, Content]]:
+    found = {f"at the start, {what}": sizes for what, sizes in found_at_start(events, happenings).items()}
     later = submitted_later(events)
     found |= {"submitted later": later} if later else {}
     return [(what, _named_sizes(sizes)) for what, sizes in found.items()]

@@ -59,7 +59,7 @@ def _happened(happenings: Sequence[Happening]) -> str:
     """Grouped by what happened, in the order in which each first did."""
     grouped: dict[str, list[Sized]] = {}
     for each in happenings:
-        grouped.setdefault(each.what, []).append(Sized(each.name, each.tokens, each.output))
+        grouped.setdefault(each.what, []).append(Sized(each.name, each.tokens, each.output, each.note))
     return "; ".join(f"{what} {_named_sizes(sizes)}" for what, sizes in grouped.items())
 
 
@@ -89,14 +89,14 @@ def heading_lines(replayed: Replayed) -> list[str]:
         *wrapped(plain(trace.title, TITLE_COLUMNS)),
         *wrapped(f"rules  {replayed.preset or 'own switches'} ({switches(replayed.rules)})", 7),
         *wrapped(f"node   {node_words(trace.node)}", 7),
-        *_start_lines(trace.events),
+        *_start_lines(trace.events, replayed.outcome.happenings),
         *(_LEDGER if replayed.shows_figures else _NO_LEDGER),
         *(wrapped(SHARES) if replayed.shows_figures and trace.node.mode == "unified" else ()),
     ]
 
 
-def _start_lines(events: Sequence[Event]) -> list[str]:
-    words = [f"{what}: {_named_sizes(sizes)}" for what, sizes in found_at_start(events).items()]
+def _start_lines(events: Sequence[Event], happenings: Sequence[Happening]) -> list[str]:
+    words = [f"{what}: {_named_sizes(sizes)}" for what, sizes in found_at_start(events, happenings).items()]
     marks = ["start  ", *[" " * 7] * len(words)]
     return [line for mark, each in zip(marks, words, strict=False) for line in wrapped(mark + each, 9)]
 
@@ -120,6 +120,9 @@ def ending_lines(replayed: Replayed) -> list[str]:
             lines += wrapped(f"  round {broken.round}  {broken.invariant}: {_message(broken)}", 6)
     if replayed.skipped:
         lines += wrapped(f"not asked, because this target cannot show it: {', '.join(replayed.skipped)}", 6)
+    if outcome.unstruck:
+        armed = ", ".join(f"{kind} {named(rid)}" for kind, rid in outcome.unstruck)
+        lines += wrapped(f"armed and never struck: {armed}", 6)
     if lines:
         lines.append("")
     return [*lines, *wrapped(f"verdict  {outcome.verdict}{_why(outcome)}", 9), *_expectation(replayed)]

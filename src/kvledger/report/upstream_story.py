@@ -55,6 +55,7 @@ _HOW = {
     "forced": "a chunk of {} tokens that ran although nothing was left for it",
     "decode": "decoding, {} tokens in whole pages",
     "hold": "slots taken from outside, {} tokens",
+    "pin": "a write-back that keeps {} tokens",
     "leak": "a leak of {} tokens",
     "share": "{} of its own",
 }

@@ -17,13 +17,16 @@ from kvledger.report.recording import Recording, RoundView
 from kvledger.report.rounds import (
     Gap,
     Layout,
+    arrived,
     failure_words,
     gap_lines,
     limit_words,
     notes_of,
+    pool_words,
     prefill_words,
     rounds_to_show,
     running_words,
+    struck_words,
     unused_words,
 )
 from kvledger.report.waterfall import Row, rows_of
@@ -112,7 +115,7 @@ def bar_columns(tokens: int, full_tokens: int, columns: int) -> int:
 def _ends(record: RoundRecord, layout: Layout) -> Iterator[Span]:
     """Who was refused or put off, what became of running requests, and whether the round failed."""
     for decision in record.refused[:REFUSALS_SHOWN]:
-        why = ", ".join([str(decision.reason), *notes_of(decision, layout)])
+        why = ", ".join([str(decision.reason), *notes_of(decision, layout, record)])
         yield f"refused: {short_name(decision.request, LABEL_COLUMNS)}, {why}", ""
     for decision in record.decisions:
         if decision.kind == "deferred":
@@ -120,10 +123,19 @@ def _ends(record: RoundRecord, layout: Layout) -> Iterator[Span]:
         if decision.kind == "resumed" and decision.chunk_limit and decision.tail_tokens:
             yield f"cut: {short_name(decision.request, LABEL_COLUMNS)}, {limit_words(decision.chunk_limit)}", ""
         if decision.kind == "loading":
-            yield f"loading: {short_name(decision.request, LABEL_COLUMNS)}, admitted, and its load goes on", ""
+            what = "its load is here" if arrived(decision, record) else "admitted, and its load goes on"
+            yield f"loading: {short_name(decision.request, LABEL_COLUMNS)}, {what}", ""
         if decision.forced:
             yield f"forced: {short_name(decision.request, LABEL_COLUMNS)}, though nothing remains", "red"
-    for told in (unused_words(record), running_words(record), [f"prefill {each}" for each in prefill_words(record)]):
+    if record.paused:
+        yield "paused", ""
+    for request in record.withdrawn:
+        yield f"withdrawn: {short_name(request, LABEL_COLUMNS)}, after its chunk was decided and before it ran", ""
+    prefills = [f"prefill {each}" for each in prefill_words(record)]
+    faults = [f"struck by {each}" for each in struck_words(record)]
+    for told in (unused_words(record), running_words(record), prefills, faults):
         yield from ((line[2:], "") for line in wrapped(f"  {'; '.join(told)}", 4) if told)
+    for pool in record.pools:
+        yield pool_words(pool), ""
     if record.failure is not None:
         yield plain(f"OUT OF MEMORY: {failure_words(record.failure)}", 2 * LABEL_COLUMNS), "bold red"
