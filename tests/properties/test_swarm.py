@@ -55,7 +55,7 @@ def test_what_is_rare_in_the_swarm_is_met_where_every_node_has_faults() -> None:
 
 
 @pytest.mark.parametrize(
-    "switches", [{"rank_view": "own"}, {"promise_pools": False}, {"reserve_tail": False}], ids=lambda each: min(each)
+    "switches", [{"rank_view": "own"}, {"promise_pools": False}, {"reserve_tail": False}], ids=min
 )
 def test_the_search_can_fail(switches: dict[str, object]) -> None:
     """Some of the first examples break under a rule that is faulty for one part. What only decode needs is too rare
