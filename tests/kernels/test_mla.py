@@ -102,7 +102,7 @@ cases = st.builds(
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 50)), min_size=1, max_size=4),
     page_size=st.sampled_from([1, 2, 3, 4, 16, 64]),
     heads=st.integers(1, 3),
-    rank=st.integers(4, 20),  # a single number may cancel to nothing, and a ratio says nothing of it
+    rank=st.integers(1, 20),
     rope=st.integers(1, 12),
     style=st.sampled_from(STYLES),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
